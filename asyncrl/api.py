@@ -85,7 +85,7 @@ class Run:
     def save_pretrained(self, target: str | Path, step: str | int = "") -> Path:
         """Copies the model and tokenizer of a checkpoint to a folder for `from_pretrained`. step: its number, or
         "best"; default: the newest one."""
-        from asyncrl.deploy.commands.exporting.export import export
+        from asyncrl.deploy.commands.export import export
 
         export(self.path, Path(target), step=str(step))
         return Path(target)
@@ -140,9 +140,9 @@ async def train_async(
     **sections: SectionArgument,
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
-    from asyncrl.deploy.process.notebook_run import in_python
+    from asyncrl.deploy.process.interrupts import in_python
     from asyncrl.deploy.run_setup import RunRequest, run
-    from asyncrl.telemetry.screen.notebook_display import open_cell_or_terminal
+    from asyncrl.telemetry.display import open_cell_or_terminal
 
     scored, here = ({}, []) if reward is None else _reward(reward)
     chosen, custom = _algorithm(algorithm)
@@ -205,9 +205,9 @@ class RLTrainer:
 
     async def train_async(self, steps: int, run_dir: str | Path | None = None) -> Run:
         """Trains as `train` does, on the caller's event loop."""
-        from asyncrl.deploy.process.notebook_run import in_python
+        from asyncrl.deploy.process.interrupts import in_python
         from asyncrl.deploy.run_setup import RunRequest, run
-        from asyncrl.telemetry.screen.notebook_display import open_cell_or_terminal
+        from asyncrl.telemetry.display import open_cell_or_terminal
 
         config = load(None, (), values={**self._values, "steps": steps}).config
         fresh = new_run_directory(Path("runs"), strftime(f"{config.name}-%Y%m%d-%H%M%S"))
@@ -230,7 +230,7 @@ def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None
 
 
 def _refuse_mistaken_callback(on_step: Any) -> None:
-    from asyncrl.deploy.process.step_callback import refuse_no_callback
+    from asyncrl.deploy.preflight import refuse_no_callback
 
     if on_step is not None:
         refuse_no_callback(on_step, f"on_step: {on_step!r:.100}")
@@ -325,7 +325,7 @@ def _functions(given: Any) -> list[Mapping[str, Any]]:
 
 def _by_name(functions: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Function]]:
     """Returns config entries of functions with importable names, and the functions without."""
-    from asyncrl.config.sources.value_validation import refuse_unknown_keys
+    from asyncrl.config.sources.load_config import refuse_unknown_keys
     from asyncrl.config.user_code import importable_name
     from asyncrl.rewards.functions import taking_one
 
@@ -377,6 +377,6 @@ def _reward_here(
 
 
 def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    from asyncrl.deploy.process.notebook_run import run_here_or_beside
+    from asyncrl.deploy.process.interrupts import run_here_or_beside
 
     return run_here_or_beside(work)

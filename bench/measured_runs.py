@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from asyncrl.config.sources import load
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.fleet.fleet import ServiceSpec
-from asyncrl.telemetry.screen.display import LineDisplay
+from asyncrl.telemetry.display import LineDisplay
 
 MALLOC = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.top_pad=268435456"
 RUN_DEADLINE = 1800.0

@@ -42,15 +42,8 @@ COMMANDS = {
     "doctor": "check what this machine can run, and what an experiment needs",
 }
 
-FOLDERS = {
-    **dict.fromkeys(("monitor", "dashboard", "scale", "weights", "pause", "unpause", "stop"), "running"),
-    **dict.fromkeys(("experiments", "graph", "plan", "replay", "report", "samples", "try"), "inspecting"),
-    **dict.fromkeys(("audit", "doctor"), "checking"),
-    "tune": "tuning",
-    **dict.fromkeys(("export", "push"), "exporting"),
-    **dict.fromkeys(("init", "keys"), "preparing"),
-}
-"""Folders of commands that do not lie beside the others."""
+MODULES = {"try": "try_rows", "tune": "tuning.tune"}
+"""Modules of commands that do not have their names."""
 
 MEANT = {
     **dict.fromkeys(("train", "resume", "start", "launch", "fit"), "run"),
@@ -142,8 +135,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
             from asyncrl.deploy.process.stored_runs import read_here
 
             arguments = read_here(name, arguments)
-        module = f"{FOLDERS[name]}.{name}" if name in FOLDERS else name
-        code: int = import_module(f"asyncrl.deploy.commands.{module}").main(arguments)
+        code: int = import_module(f"asyncrl.deploy.commands.{MODULES.get(name, name)}").main(arguments)
         sys.stdout.flush()
         return code
     except AsyncrlError as error:

@@ -3,29 +3,41 @@
 import resource
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from inspect import iscoroutinefunction
 from pathlib import Path
+from typing import Any
 
 from asyncrl.algorithms.algorithm_by_name import algorithm_problems
+from asyncrl.children.containment import Containment, Surroundings, WithoutNetwork, try_containment
+from asyncrl.children.sandbox import SandboxError
 from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.named_files import is_of_gymnasium
+from asyncrl.config.placement import pool_key, pool_names, pools_of
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.feedback_config import FeedbackConfig
-from asyncrl.config.service_placement import pool_key, pool_names, pools_of
-from asyncrl.config.user_code import source_problem
+from asyncrl.config.sections.runtime_config import FeedbackConfig
+from asyncrl.config.user_code import resolve, source_problem
 from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.deploy.checks.containment import containment_problems
-from asyncrl.deploy.checks.folder_contents import content_problems, here, unreachable_models
-from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
-from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
-from asyncrl.deploy.checks.placement_plan import memory_problems
-from asyncrl.deploy.checks.row_lengths import measured_lengths
-from asyncrl.deploy.checks.run_prompts import prompt_tokenizer
-from asyncrl.deploy.checks.shared_memory_needs import SharedMemoryNeed, longest_token_of, shared_memory
-from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
+from asyncrl.controller.training_run import OnStep
+from asyncrl.deploy.checks.machine import (
+    available_memory,
+    device_mistakes,
+    free_shared_memory,
+    gpu_package_problems,
+    size_text,
+)
+from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, memory_problems, shared_memory
+from asyncrl.deploy.checks.model_checks import (
+    adapter_problems,
+    cache_problems,
+    content_problems,
+    here,
+    transport_problems,
+    unreachable_models,
+)
+from asyncrl.deploy.checks.run_prompts import measured_lengths, prompt_tokenizer
 from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
-from asyncrl.deploy.process.descriptors import needed_descriptors
-from asyncrl.deploy.process.step_callback import callback_problems
+from asyncrl.deploy.process.local_launcher import needed_descriptors
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.model_shape import shape_of
@@ -36,15 +48,91 @@ from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.engines.models.scoring_models import scoring_model_folders, scoring_model_problems
 from asyncrl.engines.models.warmed_model_cache import CONTEXT
 from asyncrl.engines.rank_limits import models_of_services, rank_problems
-from asyncrl.environments.loading import environment_problems
+from asyncrl.environments.loading import EnvironmentSpec, environment_problems
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.bound_socket import bound_socket
-from asyncrl.rewards.functions import function_problems
+from asyncrl.rewards.functions import function_problems, function_specs
 from asyncrl.rewards.templates import pass_problems
 from asyncrl.tasks.source_problems import prompt_problems
 from asyncrl.tasks.turn_template import turn_problems
-from asyncrl.telemetry.exporters.scrape_address import scrape_problems
-from asyncrl.telemetry.sinks import sink_problems
+from asyncrl.telemetry.sinks import scrape_problems, sink_problems
+
+# Finds the function of the user that is called with the metrics of each step.
+
+
+ON_STEP = "telemetry.on_step"
+
+
+def callback_problems(config: Config) -> Iterator[Problem]:
+    """Yields why the function cannot be found, as far as its source shows it."""
+    if config.telemetry.on_step and (problem := source_problem(config.telemetry.on_step, ON_STEP)) is not None:
+        yield problem
+
+
+def step_callback(config: Config) -> OnStep | None:
+    """Returns the function of the config, if it names one. Raises ConfigError for what is none, and errors of the
+    user's file as they are."""
+    if not config.telemetry.on_step:
+        return None
+    function: OnStep = resolve(config.telemetry.on_step, ON_STEP)
+    refuse_no_callback(function, f"{ON_STEP}: {config.telemetry.on_step}")
+    return function
+
+
+def refuse_no_callback(function: Any, named: str) -> None:
+    """Raises ConfigError, which begins with `named`, for what is no plain function."""
+    if not callable(function) or iscoroutinefunction(function):
+        raise ConfigError(f"{named}: write a plain function of a dict of metrics that returns whether to end")
+
+
+# Checks whether code of the user can be contained here, where an experiment runs any.
+
+
+SYSTEM = ("/dev", "/proc", "/sys")
+
+
+def code_of_user(config: Config, served: Collection[str] = ()) -> list[str]:
+    """Returns the names of reward functions and environments that are no part of asyncrl and run on this host. served:
+    services that the caller brings."""
+    elsewhere = {*served, *config.fleet.joined}
+    environment = EnvironmentSpec(config.environment.use, config.environment.options)
+    is_here = environment.use and environment.is_users and "environment" not in elsewhere
+    names = [environment.use] if is_here else []
+    for service in config.scorers:
+        try:
+            specs = [] if service in elsewhere else function_specs(config, service)
+        except ConfigError:  # `function_problems` reports it.
+            continue
+        names += [spec.use for spec in specs if spec.is_users]
+    return names
+
+
+def containment_problems(config: Config, served: Collection[str] = ()) -> Iterator[Problem]:
+    """Yields why code of the user cannot be contained on this machine."""
+    section = config.children
+    if section.sandbox == "none" or not code_of_user(config, served):
+        return
+    for folder in section.writable:
+        real = Path(folder).resolve()
+        if not real.is_dir():
+            yield Problem("children.writable", "", f"there is no folder {folder}; make it, or take it off the list")
+        elif real == Path("/") or any(real.is_relative_to(system) for system in SYSTEM):
+            text = f"{folder} has more than files, the processes of the fleet among it; name folders of your own"
+            yield Problem("children.writable", "", text)
+            return
+    try:
+        try_containment(*_layers(config))
+    except SandboxError as error:
+        yield Problem("children.sandbox", "", str(error))
+
+
+def _layers(config: Config) -> list[Surroundings]:
+    """Returns what contains code of the user, the outer layer first: agents and their child share one network."""
+    section = config.children
+    inner = Containment(writable=section.writable, network=section.network)
+    of_agents = EnvironmentSpec(config.environment.use).is_of_agents
+    return [WithoutNetwork(), inner] if of_agents and not section.network else [inner]
+
 
 NOWHERE: Mapping[str, str] = {}
 

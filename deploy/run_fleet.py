@@ -1,9 +1,12 @@
 """Starts the services of a run: launches those of this host, and waits for workers that join."""
 
+import json
+import os
+import secrets
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.concurrency import running_beside
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import code_folders, is_read_by, source_files
-from asyncrl.config.placement import Placement
+from asyncrl.config.placement import ONE_REPLICA, Placement, pool_names, pools_of
 from asyncrl.config.schema import Config
-from asyncrl.config.service_placement import ONE_REPLICA, pool_names, pools_of
+from asyncrl.config.sections.runtime_config import FeedbackConfig
+from asyncrl.config.sections.secret import Secret, revealed
 from asyncrl.controller.controller import PauseSwitch
 from asyncrl.controller.observers.inspection import WorkerProfiles
 from asyncrl.controller.training_run import RunState
 from asyncrl.deploy.checks.machine import size_text
-from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import join_keys, listen_address
 from asyncrl.deploy.preflight import rows_fit
+from asyncrl.deploy.process.interrupts import StopSignals
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
-from asyncrl.deploy.process.run_commands import RunCommands
-from asyncrl.deploy.process.scaled_services import scaled_specs
-from asyncrl.deploy.process.stop_signals import StopSignals
+from asyncrl.deploy.process.run_commands import RunCommands, scaled_specs
 from asyncrl.deploy.service_specs import device_of, service_specs
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
@@ -36,18 +38,76 @@ from asyncrl.fleet.launching.run_access import RunWatch, open_commands
 from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.worker_spec import RunFacts, weights_arena
-from asyncrl.lanes.bound_socket import host_of, on_tcp
+from asyncrl.lanes.bound_socket import bound_socket, host_of, on_tcp
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.file_cache import FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import READY_ROWS
 from asyncrl.lanes.shared_memory import unlink_abandoned
 from asyncrl.lanes.weights.version_folder import folder_of_start
+from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.screen.display import Display
 
 if TYPE_CHECKING:
     from asyncrl.deploy.run_setup import RunRequest
+
+# Chooses host, port and key of the page of live feedback, once for a run: its address survives restarts.
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackAddress:
+    """The address of the page. key: lets whoever has it read and rate answers."""
+
+    host: str
+    port: int
+    key: Secret
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/?key={self.key.value}"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Returns the options of the service that serves the page."""
+        return asdict(self)
+
+
+def feedback_address(config: FeedbackConfig, directory: RunDirectory) -> FeedbackAddress:
+    """Returns the address of this start; writes it to feedback.json, which only this user can read. Values that the
+    config leaves open are those of the start before, if the port is still free. Raises ConfigError when the port that
+    the config names is taken."""
+    before = _before(directory)
+    key = config.key.value or before.get("key") or secrets.token_urlsafe(16)
+    address = FeedbackAddress(config.host, _free_port(config, before.get("port", 0)), Secret(str(key)))
+    fresh = directory.feedback.with_suffix(".new")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(json.dumps(revealed(asdict(address)) | {"url": address.url}) + "\n")
+    fresh.replace(directory.feedback)
+    return address
+
+
+def _before(directory: RunDirectory) -> dict[str, object]:
+    try:
+        said = json.loads(directory.feedback.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _free_port(config: FeedbackConfig, before: object) -> int:
+    if config.port == 0 and isinstance(before, int) and before:
+        try:
+            return _bindable(config.host, before)
+        except ConfigError:
+            pass
+    return _bindable(config.host, config.port)
+
+
+def _bindable(host: str, port: int) -> int:
+    with closing(bound_socket(host, port, "feedback.port")) as bound:
+        return int(bound.getsockname()[1])
+
 
 LONGEST = "longest_prompts.jsonl"
 """File in the run's logs with the prompts whose tokens are counted before anything is trained."""

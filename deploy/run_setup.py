@@ -42,13 +42,12 @@ from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.recovery import train_with_returns
 from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
-from asyncrl.deploy.checks.folder_contents import here
+from asyncrl.deploy.checks.model_checks import here
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
-from asyncrl.deploy.preflight import model_problems, preflight, scoring_folders
-from asyncrl.deploy.process.descriptors import allow_descriptors
+from asyncrl.deploy.preflight import model_problems, preflight, scoring_folders, step_callback
 from asyncrl.deploy.process.fork_client import Forks, forks_of
-from asyncrl.deploy.process.step_callback import step_callback
-from asyncrl.deploy.process.stop_signals import StopSignals
+from asyncrl.deploy.process.interrupts import StopSignals
+from asyncrl.deploy.process.local_launcher import allow_descriptors
 from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, facts_of, run_fleet
 from asyncrl.deploy.service_specs import worker_count
@@ -76,8 +75,9 @@ from asyncrl.fleet.worker.process_memory import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.tasks.prompt_sources import write_texts
 from asyncrl.tasks.reading.row_files import Rows
 from asyncrl.tasks.reward_trial import try_rewards
+from asyncrl.telemetry.display import Display, LoggedDisplay
 from asyncrl.telemetry.jsonl import read_lines, read_metrics
-from asyncrl.telemetry.logs import open_log
+from asyncrl.telemetry.logs import open_log, repeated
 from asyncrl.telemetry.run_directory import (
     CONTROLLER_LOG,
     DirectoryRollback,
@@ -85,8 +85,6 @@ from asyncrl.telemetry.run_directory import (
     open_run_directory,
     replace_text,
 )
-from asyncrl.telemetry.screen.display import Display, LoggedDisplay
-from asyncrl.telemetry.screen.warning_recap import repeated
 from asyncrl.telemetry.source_copies import INDEX, SourceFile, changed, keep, kept, look_at, moved
 from asyncrl.telemetry.trace import merge_traces
 
@@ -370,7 +368,7 @@ async def _spans_sent(config: Config, directory: RunDirectory, display: Display)
     if not config.telemetry.otlp:
         yield
         return
-    from asyncrl.telemetry.exporters.otlp_spans import SpanExporter
+    from asyncrl.telemetry.otlp_spans import SpanExporter
 
     exporter = SpanExporter(config.telemetry.otlp, directory.logs, directory.run_id(), display.say)
     async with running_beside({"spans for a collector": exporter.run()}):

@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 from asyncrl.config.install_hints import missing_packages
-from asyncrl.config.model_and_weights_rules import model_problems
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config, RewardConfig, Scorer
-from asyncrl.config.sections.feedback_config import FeedbackConfig
+from asyncrl.config.section_rules import model_problems
+from asyncrl.config.sections.runtime_config import FeedbackConfig
 from asyncrl.config.sources import load, read
 from asyncrl.config.user_code import suggestion
 from asyncrl.controller.journal.checkpoints import chosen_model

@@ -11,37 +11,36 @@ before it: a group that is tried again has other transitions.
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from asyncrl.concurrency import next_items
-from asyncrl.config.gate_config import GateConfig
-from asyncrl.engines.acting.acting_loop import ActingLoop, Recording
-from asyncrl.engines.acting.transitions import transition_columns
-from asyncrl.errors import DeadlineExceeded, EnvironmentFailed, LostRows
-from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import bytes_of_row
-from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
-from asyncrl.protocols.messages import Boundary, PromptGroup, SampleText
-from asyncrl.protocols.seeds import group_seed
-from asyncrl.protocols.service_contracts import Generation
-from asyncrl.telemetry.samples_file import TRANSITIONS
 from functools import partial
-from asyncrl.config.sections.environment_config import ActingConfig
-from asyncrl.engines.acting.acting_policy import NO_WEIGHTS, ActingPolicy
-from asyncrl.engines.acting.stepping.spaces import read_spaces
-from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
-from asyncrl.fleet.worker.weight_endpoints import weight_network
-from asyncrl.lanes.weights.leases import must_flip
-from asyncrl.lanes.weights.selection.transport_opening import open_receiver
-from asyncrl.lanes.weights.transports.interface import WeightReceiver
-from asyncrl.protocols.messages import Published, Using
-from asyncrl.services.pooled_service import PooledService
-from asyncrl.telemetry.run_directory import RunDirectory
-from collections.abc import Iterable
 from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from asyncrl.concurrency import next_items
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.sections.task_config import ActingConfig
+from asyncrl.engines.acting.acting_loop import ActingLoop, Recording
+from asyncrl.engines.acting.acting_policy import NO_WEIGHTS, ActingPolicy
 from asyncrl.engines.acting.networks import performed
-from asyncrl.engines.acting.stepping.spaces import Spaces
+from asyncrl.engines.acting.stepping.spaces import Spaces, read_spaces
+from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
+from asyncrl.engines.acting.transitions import transition_columns
+from asyncrl.errors import DeadlineExceeded, EnvironmentFailed, LostRows
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.fleet.worker.weight_endpoints import weight_network
+from asyncrl.lanes.data.row_store import bytes_of_row
+from asyncrl.lanes.weights.leases import must_flip
+from asyncrl.lanes.weights.selection.transport_opening import open_receiver
+from asyncrl.lanes.weights.transports.interface import WeightReceiver
+from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
+from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
+from asyncrl.protocols.seeds import group_seed
+from asyncrl.protocols.service_contracts import Generation
+from asyncrl.services.pooled_service import PooledService
+from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.samples_file import TRANSITIONS
 
 # Shows transitions of a policy that acts to a person, as plain values with numbers to four digits.
 
@@ -75,6 +74,7 @@ def _digits(values: Iterable[float]) -> list[float]:
 
 def _digit(value: float) -> float:
     return float(f"{value:.4g}")
+
 
 # The base of services with a policy that acts, and environments in children that can be killed.
 
@@ -167,6 +167,7 @@ class PolicyWorker(PooledService[ActingPool]):
 
     def _loaded(self) -> None:
         """Goes on with weights that have just been loaded."""
+
 
 ACTION = "action"
 SHOWN_TRANSITIONS = 1024

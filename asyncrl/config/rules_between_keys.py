@@ -4,16 +4,21 @@ from collections.abc import Callable, Iterator
 from math import isclose
 from typing import TYPE_CHECKING
 
-from asyncrl.config.model_and_weights_rules import (
+from asyncrl.config.placement import colocation_problems, joining_problems, layout_problems, pool_problems
+from asyncrl.config.problems import Problem
+from asyncrl.config.section_rules import (
     acting_problems,
+    feedback_problems,
+    held_out_problems,
     lockstep_problems,
     model_problems,
     optimizer_problems,
     replay_problems,
+    stored_sample_problems,
+    telemetry_problems,
     unread_devices,
     weights_problems,
 )
-from asyncrl.config.problems import Problem
 from asyncrl.config.sections.algorithm_config import (
     DEFAULT_BOUNDS,
     DUAL_CLIP,
@@ -22,13 +27,6 @@ from asyncrl.config.sections.algorithm_config import (
     WITHOUT_BOUNDS,
     AlgorithmConfig,
     has_dual_clip,
-)
-from asyncrl.config.service_placement import colocation_problems, joining_problems, layout_problems, pool_problems
-from asyncrl.config.serving_rules import (
-    feedback_problems,
-    held_out_problems,
-    stored_sample_problems,
-    telemetry_problems,
 )
 from asyncrl.config.toml_writer import value_text
 

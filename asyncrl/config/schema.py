@@ -5,26 +5,23 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from asyncrl.config.placement import place_services
 from asyncrl.config.problems import Incoherent, Problem
 from asyncrl.config.rules_between_keys import rule_problems
 from asyncrl.config.sections.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, PositiveFloat, Section
-from asyncrl.config.sections.children_config import ChildrenConfig
-from asyncrl.config.sections.environment_config import ActingConfig, EnvironmentConfig
+from asyncrl.config.sections.device_pools import PoolConfig
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
-from asyncrl.config.sections.feedback_config import FeedbackConfig
-from asyncrl.config.sections.fleet_config import FleetConfig as FleetConfig
-from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
-from asyncrl.config.sections.model_config import WeightsConfig
-from asyncrl.config.sections.pools_config import PoolConfig
-from asyncrl.config.sections.reward_function import RewardFunction as RewardFunction
+from asyncrl.config.sections.evaluate_config import RewardFunction as RewardFunction
+from asyncrl.config.sections.runtime_config import ChildrenConfig, FeedbackConfig, TelemetryConfig
+from asyncrl.config.sections.runtime_config import FleetConfig as FleetConfig
 from asyncrl.config.sections.secret import Options
 from asyncrl.config.sections.task_config import IN_MEMORY as IN_MEMORY
+from asyncrl.config.sections.task_config import ActingConfig, EnvironmentConfig
 from asyncrl.config.sections.task_config import TaskConfig as TaskConfig
-from asyncrl.config.sections.telemetry_config import TelemetryConfig
-from asyncrl.config.sections.training.layout_config import GenerationLayoutConfig, LayoutConfig
-from asyncrl.config.sections.training.training_config import TrainingConfig as TrainingConfig
-from asyncrl.config.service_placement import place_services
+from asyncrl.config.sections.training_config import GenerationLayoutConfig, LayoutConfig, WeightsConfig
+from asyncrl.config.sections.training_config import ModelConfig as ModelConfig
+from asyncrl.config.sections.training_config import TrainingConfig as TrainingConfig
 
 Scorer = Literal["reward", "cost"]
 """The services that score samples. Each has a section of the config with its name."""

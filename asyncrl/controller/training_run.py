@@ -32,15 +32,15 @@ from asyncrl.fleet.worker.process_memory import FrozenObjects
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.tasks import Draw
+from asyncrl.telemetry.display import Display
+from asyncrl.telemetry.logs import WarningFile
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import RunStatus
 from asyncrl.telemetry.samples_file import SampleRecord
-from asyncrl.telemetry.screen.display import Display
-from asyncrl.telemetry.screen.warning_recap import WarningFile
 from asyncrl.telemetry.sinks import open_sinks
 
 if TYPE_CHECKING:
-    from asyncrl.telemetry.exporters.prometheus import PrometheusExporter
+    from asyncrl.telemetry.prometheus import PrometheusExporter
 
 OnStep: TypeAlias = Callable[[dict[str, float]], object]
 STEP_SHARE = 1 / 3
@@ -367,7 +367,7 @@ class TrainingRun:
             self._exporter.take_step(metrics)
 
     def _open_exporter(self) -> "PrometheusExporter":
-        from asyncrl.telemetry.exporters.prometheus import PrometheusExporter
+        from asyncrl.telemetry.prometheus import PrometheusExporter
 
         telemetry = self.config.telemetry
         exporter = PrometheusExporter(telemetry.prometheus, telemetry.prometheus_token)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.experts.record_shape import REPLAYED, RecordShape
 from asyncrl.engines.models.model_preparation import sees_pictures
 from asyncrl.engines.models.warmed_model_cache import EYES, HEADS, HEADS_FOR_VLLM

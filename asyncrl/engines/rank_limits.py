@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import gcd
 from typing import Any
 
+from asyncrl.config.placement import layouts
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.training.layout_config import AnyLayout
-from asyncrl.config.service_placement import layouts
+from asyncrl.config.sections.training_config import AnyLayout
 from asyncrl.engines.experts.record_shape import refusal_of_sharing
 from asyncrl.engines.model_shape import described
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.children.user_errors import trace, where_to_write
+from asyncrl.children.child_messages import trace, where_to_write
 from asyncrl.environments.loading import CLOSE, OPENED, SAMPLED, WAITS, MakeEnvironment, takes
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.environments.transcript import (

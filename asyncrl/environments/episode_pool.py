@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.children.child_slot import ChildSlot
 from asyncrl.children.containment import Surroundings
-from asyncrl.children.guarded_process import ChildEnded, ChildSettings, GuardedProcess
+from asyncrl.children.guarded_process import ChildEnded, ChildSettings, ChildSlot, GuardedProcess
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.environments.episode_server import CLOSING, MARK_BYTES, NOBODY, read_mark
 from asyncrl.environments.loading import KEY, EnvironmentSpec

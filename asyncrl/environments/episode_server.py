@@ -13,8 +13,7 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.children.pipe_messages import BatchedPipe, open_pipes, received
-from asyncrl.children.user_errors import greeting
+from asyncrl.children.child_messages import BatchedPipe, greeting, open_pipes, received
 from asyncrl.environments.episode import Answer, CallDeadlines, Episode
 from asyncrl.environments.loading import KEY, SAMPLED, EnvironmentSpec, MakeEnvironment, load, takes
 from asyncrl.protocols.named_columns import Columns

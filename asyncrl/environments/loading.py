@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config  # not at run time: children do without pydantic
-    from asyncrl.config.sections.environment_config import EnvironmentConfig
+    from asyncrl.config.sections.task_config import EnvironmentConfig
 
 KEY = "environment.use"
 TOOLS = "tools"

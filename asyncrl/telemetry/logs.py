@@ -1,8 +1,9 @@
 """Writes logs as lines of JSON, one file per process: `RUN_DIR/logs/INSTANCE.jsonl`. A full file is renamed to
 `INSTANCE.jsonl.old`, in place of the one before."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -11,7 +12,7 @@ import structlog
 from structlog.contextvars import merge_contextvars
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.telemetry.jsonl import LineFile
+from asyncrl.telemetry.jsonl import LineFile, Object, read_lines
 
 LARGEST_LOG = 8 * 2**20
 """Bytes of a log; the file before it has as many. A reward that fails for every sample writes a line for each."""
@@ -73,3 +74,51 @@ def open_log(path: Path, **bound: Any) -> Iterator[FilteringBoundLogger]:
         yield log.bind(**bound)
     finally:
         file.close()
+
+
+# Keeps the warnings of a run in `warnings.jsonl`, and repeats each kind in one line when the run has ended.
+
+
+LONGEST = 400
+"""Characters of a repeated warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarningFile:
+    """Shows warnings and keeps them. say: shows one. step: returns the last step that has ended."""
+
+    path: Path
+    say: Callable[[str], None]
+    step: Callable[[], int]
+
+    def warn(self, text: str) -> None:
+        """Shows a warning and writes it down. Raises OSError when the disk takes no more."""
+        self.say(text)
+        with closing(LineFile(self.path)) as file:
+            file.append({"step": self.step(), "kind": _kind(text), "text": text})
+
+
+def repeated(path: Path) -> Iterator[str]:
+    """Yields a line for each kind of warning that the run gave: how often, after which step, and the newest text."""
+    kinds: dict[str, list[Object]] = {}
+    for line in read_lines(path):
+        kinds.setdefault(line["kind"], []).append(line)
+    for kind, lines in kinds.items():
+        text = _short(lines[-1]["text"]).removeprefix(f"{kind}: ")
+        first = lines[0]["step"]
+        last = lines[-1]["step"]
+        often = f"once, after step {first}" if len(lines) == 1 else f"{len(lines)} times, after steps {first} to {last}"
+        yield f"{kind} ({often}): {text[:LONGEST]}"
+
+
+def _short(text: str) -> str:
+    """Returns the first line of a warning, with the next one where the first announces it, which is then the cause."""
+    first, _, rest = text.partition("\n")
+    cause = rest.strip().partition("\n")[0]
+    return f"{first} {cause}".rstrip() if first.endswith(":") else first
+
+
+def _kind(text: str) -> str:
+    """Returns the key of the guard that a warning is from, or where another is about a step, "mismatch"."""
+    begin = text.partition(":")[0]
+    return begin if begin.startswith("guards.") else "mismatch" if begin.startswith("step ") else "warning"

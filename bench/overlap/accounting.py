@@ -16,8 +16,7 @@ from asyncrl.bench.overlap.definitions import (
     overlap_efficiency,
     overlap_fraction,
 )
-from asyncrl.deploy.report.run_record import RunRecord
-from asyncrl.deploy.report.time_shares import lengths_of, mean_shares, services_of
+from asyncrl.deploy.report.run_record import RunRecord, lengths_of, mean_shares, services_of
 from asyncrl.deploy.report.worker_trace import NEW_WEIGHTS, STEP, Arrow, Slice, WorkerTrace
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import Object

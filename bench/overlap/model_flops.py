@@ -8,8 +8,7 @@ lower bound, and comparable between runs of one workload.
 from statistics import fmean
 
 from asyncrl.bench.overlap.definitions import forward_flops, loop_mfu
-from asyncrl.deploy.report.run_record import RunRecord
-from asyncrl.deploy.report.time_shares import lengths_of
+from asyncrl.deploy.report.run_record import RunRecord, lengths_of
 from asyncrl.engines.model_shape import Shape, shape_of
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import known_gpus

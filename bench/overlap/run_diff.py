@@ -8,8 +8,7 @@ from typing import Any
 
 from asyncrl.bench.measurements import table
 from asyncrl.bench.overlap.accounting import Overlap, overlap_of
-from asyncrl.deploy.report.run_record import RunRecord, read_run
-from asyncrl.deploy.report.time_shares import ACCOUNTED
+from asyncrl.deploy.report.run_record import ACCOUNTED, RunRecord, read_run
 from asyncrl.deploy.report.worker_trace import read_trace
 
 SHOWN = 8

@@ -8,8 +8,7 @@ from asyncrl.bench.overlap.accounting import Overlap, overlap_of
 from asyncrl.bench.overlap.bottleneck import bottleneck
 from asyncrl.bench.overlap.definitions import bubble_ratio
 from asyncrl.bench.overlap.model_flops import mfu_of
-from asyncrl.deploy.report.run_record import read_run
-from asyncrl.deploy.report.time_shares import ACCOUNTED
+from asyncrl.deploy.report.run_record import ACCOUNTED, read_run
 from asyncrl.deploy.report.worker_trace import read_trace
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from asyncrl.deploy.report.run_record import RunRecord, read_run
-from asyncrl.deploy.report.time_shares import ACCOUNTED, lengths_of, services_of
+from asyncrl.deploy.report.run_record import ACCOUNTED, RunRecord, lengths_of, read_run, services_of
 from asyncrl.errors import ConfigError
 
 SHOWN = 5

@@ -31,8 +31,8 @@ from asyncrl.bench.rivals.call_timing import (
     size,
 )
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
+from asyncrl.deploy.process.fork_client import FRAME_MALLOC
 from asyncrl.deploy.process.local_launcher import LocalLauncher
-from asyncrl.deploy.process.worker_environment import FRAME_MALLOC
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import RunFacts

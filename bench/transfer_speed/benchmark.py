@@ -24,7 +24,7 @@ from asyncrl.bench.control_latency.message_flood import Ticks, receive_messages,
 from asyncrl.bench.measurements import RoundValues, at_least, goal_line
 from asyncrl.bench.transfer_speed.asyncrl_calls import asyncrl_calls
 from asyncrl.bench.transfer_speed.machine_limits import machine_limits
-from asyncrl.deploy.process.worker_environment import FRAME_MALLOC
+from asyncrl.deploy.process.fork_client import FRAME_MALLOC
 
 SCRIPTS = {"ray": "ray_calls.py", "xoscar": "xoscar_calls.py", "transferqueue": "transferqueue_calls.py"}
 START_DEADLINE = 120.0

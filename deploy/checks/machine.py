@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from typing import Literal
 from asyncrl.children.sandbox.bubblewrap import bubblewrap_path, try_sandbox
 from asyncrl.children.sandbox.memory_groups import home as memory_home
 from asyncrl.children.sandbox.program_requests import SandboxError
-from asyncrl.config.install_hints import install_extra, pip_install
+from asyncrl.config.install_hints import install_extra, pip_install, pip_uninstall
 from asyncrl.config.problems import Problem
 
 Status = Literal["ok", "bad", "note"]
@@ -234,3 +234,27 @@ def size_text(size: float) -> str:
             break
         size /= 1024
     return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"
+
+
+# Checks the packages of the extras cu12 and cu13: an environment may have one of the two, as their wheels of NCCL
+# write one file. Imports only the standard library, as machine.py does.
+
+
+PAIRS = (("nvidia-nccl-cu12", "nvidia-nccl-cu13"), ("cupy-cuda12x", "cupy-cuda13x"))
+"""Packages of the two extras that write the same files."""
+
+
+def gpu_package_problems(
+    devices: Mapping[str, str], version: Callable[[str], str | None] = installed
+) -> Iterator[Problem]:
+    """Yields a problem for each two packages that overwrite each other, a warning where no service is on a GPU.
+    devices: by config key. version: of a distribution, None without one."""
+    on_cpu = all(device == "cpu" for device in devices.values())
+    for older, newer in PAIRS:
+        if (first := version(older)) and (second := version(newer)):
+            text = (
+                f"{older} {first} and {newer} {second} are both installed and write the same files, so what was built "
+                f"for one runs with the other: run {pip_uninstall(older, newer)}, then {install_extra('cu12')}, or for "
+                f"a torch of CUDA 13 {install_extra('cu13')}"
+            )
+            yield Problem("", "", text, is_warning=on_cpu)

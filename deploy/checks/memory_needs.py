@@ -1,19 +1,27 @@
 """Estimates how many bytes each service of an experiment needs, from its config and the shape of its model."""
 
-from collections.abc import Collection, Iterator, Mapping
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
 
-from asyncrl.config.placement import PlacedWorker, Placement
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.install_hints import program
+from asyncrl.config.placement import ONE_REPLICA, PlacedWorker, Placement, pool_key, pool_names, pools_of
+from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
-from asyncrl.config.sections.training.layout_config import AnyLayout, LayoutConfig
-from asyncrl.config.sections.training.optimizers import kept_numbers
-from asyncrl.config.service_placement import ONE_REPLICA
-from asyncrl.deploy.checks.generation_memory import EngineMemory, Parts, SamplingRank
+from asyncrl.config.sections.training_config import AnyLayout, LayoutConfig, kept_numbers
 from asyncrl.deploy.checks.machine import size_text
-from asyncrl.deploy.checks.row_lengths import RowLengths
-from asyncrl.deploy.checks.training_memory import (
+from asyncrl.deploy.checks.run_prompts import RowLengths, measured_lengths
+from asyncrl.deploy.checks.worker_memory import (
+    EngineMemory,
     ForwardPass,
+    Parts,
+    SamplingRank,
     ZeroMemory,
     gathered_bytes,
     gathered_layers,
@@ -22,6 +30,7 @@ from asyncrl.deploy.checks.training_memory import (
     likely_pass,
     pass_bytes,
     passes_of_update,
+    prompt_patches,
     stage_bytes,
     summed_bytes,
     with_pictures,
@@ -29,8 +38,21 @@ from asyncrl.deploy.checks.training_memory import (
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, shape_of
 from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.engines.pictures.prompt_pictures import picture_columns
 from asyncrl.fleet.weight_transport import transport_of
+from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
+from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.weights.leases import BUFFERS, SLOTS
+from asyncrl.protocols.batch import (
+    Columns,
+    episode_columns,
+    expert_columns,
+    reference_columns,
+    sample_columns,
+    token_reward_columns,
+    value_columns,
+)
+from asyncrl.rewards.execution.token_rewards import stores_token_rewards
 
 PROCESS_BYTES = 300 * 2**20
 PLAIN_BYTES = 110 * 2**20
@@ -431,3 +453,254 @@ def _scorer(name: str, scorer: RewardConfig, policy: Shape) -> MemoryNeed:
 
 def critic_count(config: Config) -> int:
     return (config.algorithm.advantage == "gae") + (config.algorithm.constraint == "lagrangian")
+
+
+# Estimates what a run takes of shared memory: versions of the weights, and rows.
+
+
+TEXT_BYTES_PER_TOKEN = 4
+"""Text of a sampled token, in bytes: usual tokenizers need 3 to 5 bytes of code, English or Chinese for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryNeed:
+    """Bytes in /dev/shm. weights: two versions, taken at the start. rows: of all samples that may be in flight, each
+    with the longest prompt and answer; memory is taken as they come. worst_rows: the same if each token of text were
+    the longest one. likely_rows: the same with the mean prompt."""
+
+    weights: int
+    rows: int
+    worst_rows: int
+    likely_rows: int = 0
+
+
+def shared_memory(
+    config: Config, shape: Shape, longest_token: int = TEXT_BYTES_PER_TOKEN, lengths: RowLengths | None = None
+) -> SharedMemoryNeed:
+    """Returns what a run takes of shared memory. longest_token: bytes of text. lengths: of prompts, by default the most
+    that the config allows."""
+    lengths = lengths or RowLengths.allowed(config)
+    is_shared = transport_of(config).name == "shm" and config.publishes_weights
+    weights = SLOTS * version_bytes(config, shape) if is_shared else 0
+    if config.fleet.wire != "ipc":
+        return SharedMemoryNeed(weights, 0, 0)
+    rows, worst_rows = (_rows(config, shape, lengths.longest, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))
+    likely = _rows(config, shape, lengths.mean, TEXT_BYTES_PER_TOKEN)
+    most_shown, shown = (_rows_of_pictures(config, shape, lengths, largest=largest) for largest in (True, False))
+    return SharedMemoryNeed(weights, rows + most_shown, max(rows, worst_rows) + most_shown, likely + shown)
+
+
+def _rows_of_pictures(config: Config, shape: Shape, lengths: RowLengths, *, largest: bool) -> int:
+    """Returns the bytes of the pictures of all groups in flight, which are stored beside their samples."""
+    if shape.encoder is None or not (patches := prompt_patches(shape.encoder, lengths, largest=largest)):
+        return 0
+    row = bytes_of_row(picture_columns(patches // shape.encoder.merge**2, shape.encoder.patch, shape.encoder.merge))
+    members = config.task.samples_per_prompt
+    evaluated = max(config.generation.slots, config.evaluate.most_samples)
+    total = bytes_of_rows(-(-GateConfig.of(config).kept // members), row, config.generation_replicas)
+    return total + (bytes_of_rows(-(-evaluated // members), row) if config.evaluate.is_on else 0)
+
+
+def _rows(config: Config, shape: Shape, prompt: int, text: int) -> int:
+    """Returns the bytes of all rows in flight, with so many tokens of each prompt, and bytes of text for each sampled
+    token."""
+    gate = GateConfig.of(config)
+    response = config.response_tokens
+    experts = _recorded(config, shape, prompt + response)
+    sample = bytes_of_row(sample_columns(prompt, response, text * response) | experts)
+    total = bytes_of_rows(gate.kept, sample, config.generation_replicas)
+    if config.environment.use:
+        total += bytes_of_rows(gate.kept, _episode_bytes(config, prompt, text, experts), config.environment.replicas)
+    if stores_token_rewards(config):
+        total += bytes_of_rows(gate.kept, bytes_of_row(token_reward_columns(response)), config.reward.replicas)
+    if config.reference_by_service:
+        total += bytes_of_rows(gate.kept, bytes_of_row(reference_columns(response)), config.reference.replicas)
+    total += critic_count(config) * bytes_of_rows(gate.kept, bytes_of_row(value_columns("values", "at", response)))
+    if config.evaluate.is_on:
+        total += bytes_of_rows(max(config.generation.slots, config.evaluate.most_samples), sample)
+    return total
+
+
+def _recorded(config: Config, shape: Shape, tokens: int) -> Columns:
+    if not config.training.router_replay or shape.record is None:
+        return {}
+    return expert_columns(tokens, shape.record.dtype, shape.record.width)
+
+
+def _episode_bytes(config: Config, prompt: int, text: int, experts: Columns) -> int:
+    """Returns the bytes of the row of an episode, with so many bytes of text for each token of it."""
+    section = config.environment
+    answer = text * config.generation.max_new_tokens
+    transcript = text * section.max_tokens
+    return bytes_of_row(episode_columns(prompt, section.max_tokens, answer, section.max_turns, transcript) | experts)
+
+
+def longest_token_of(model: str) -> int:
+    """Returns the most bytes of text that a token of the model may have, as its tokenizer.json says, or the usual
+    number where there is none."""
+    path = Path(model).expanduser() / "tokenizer.json"
+    try:
+        vocabulary = json.loads(path.read_text())["model"]["vocab"]
+        return 1 + max(len((token if isinstance(token, str) else token[0]).encode()) for token in vocabulary)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return TEXT_BYTES_PER_TOKEN
+
+
+# Plans where workers run and how many bytes each takes, for `asyncrl plan` and checks of a run.
+
+
+NO_WORKERS = (OFFLOADED, OFFERED, TAKEN, CHECKPOINTS)
+"""Needs that belong to no single worker."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedWorker:
+    """One worker, or what workers of one service hold together on a device. host: its name. is_here: whether that is
+    the host of the controller. domain: what fails with it at one moment. device: what it computes on. service: whose
+    pool it is in. need: of all hosts together. part, whole: its share of that."""
+
+    name: str
+    host: str
+    is_here: bool
+    domain: str
+    device: str
+    service: str
+    need: MemoryNeed
+    part: int
+    whole: int
+
+    @property
+    def bytes(self) -> int:
+        """Returns the estimate of the most that this worker takes."""
+        return self.need.bytes * self.part // self.whole
+
+    @property
+    def likely(self) -> int:
+        return self.need.expected * self.part // self.whole
+
+    @property
+    def least(self) -> int:
+        return self.need.least * self.part // self.whole
+
+    @property
+    def floor(self) -> int:
+        """Returns the bytes of its devices that it takes however little is sampled."""
+        return self.least + self.need.process
+
+    @property
+    def devices(self) -> list[str]:
+        """Returns its devices, which have equal shares of its bytes."""
+        return self.device.split()
+
+
+def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = None) -> Iterator[PlannedWorker]:
+    """Yields the workers that need memory, in the order of `needs`, and what some hold beside that, by host."""
+    here = HostId.here()
+    placement = Placement.of(config)
+
+    def planned(name: str, at: PlacedWorker, device: str, need: MemoryNeed, part: int, whole: int) -> PlannedWorker:
+        host = at.host or here.name
+        domain = host if at.joins else here.fault_domain
+        return PlannedWorker(name, host, not at.joins, domain, device, at.service, need, part, whole)
+
+    for need in needs(config, shape, lengths):
+        for worker in () if need.held else placement.workers[need.name]:
+            yield planned(worker.name, worker, " ".join(worker.devices), need, 1, len(placement.workers[need.name]))
+        holders: dict[tuple[str, str, str], list[PlacedWorker]] = {}
+        for worker in need.held:
+            device = worker.devices[0] if need.device != "cpu" else "cpu"
+            holders.setdefault((worker.host, worker.service, device), []).append(worker)
+        for (_, _, device), workers in holders.items():
+            part = sum(need.held[each] for each in workers)
+            yield planned(need.name, workers[0], device, need, part, sum(need.held.values()))
+
+
+def budget_problems(config: Config, shape: Shape) -> Iterator[Problem]:
+    """Yields a problem for each device of a pool whose services need more than its budget, however little they
+    sample, and a warning where they probably do."""
+    if not any(pools_of(config)[pool].memory_bytes for pool in pool_names(config).values()):
+        return
+    for (pool, host, device), workers in _loads(config, shape).items():
+        if not (budget := pools_of(config)[pool].memory_bytes if pool else 0):
+            continue
+        where = f"{device} of {host}"
+        users = _keys(workers)
+        for is_warning, size in ((False, attrgetter("floor")), (True, attrgetter("likely"))):
+            sizes = {worker: size(worker) // len(worker.devices) for worker in workers}
+            if sum(sizes.values()) > budget:
+                text = _over_budget(pool, where, budget, sizes, is_warning)
+                yield Problem(f"pools.{pool}.memory_gb", "", text, users, is_warning)
+                break
+
+
+def unchecked_memory(config: Config, shape: Shape) -> Iterator[Problem]:
+    """Yields a note for the devices of each pool without a budget, for GPUs without a pool, and for the memory of other
+    hosts, which nobody here knows."""
+    found = dict[tuple[str, str], dict[str, list[PlannedWorker]]]()
+    for (pool, host, device), workers in _loads(config, shape).items():
+        is_known = pools_of(config)[pool].memory_bytes if pool else all(each.is_here for each in workers)
+        if is_known and (pool or device == "cpu"):
+            continue
+        found.setdefault((pool, "cpu" if device == "cpu" else ""), {})[f"{device} of {host}"] = workers
+    for (pool, cpu), places in found.items():
+        named = sorted(places)
+        users = _keys(chain(*places.values()))
+        need = max(sum(each.likely // len(each.devices) for each in workers) for workers in places.values())
+        where = f"{named[0]} to {named[-1]}" if len(named) > 2 else " and ".join(named)
+        text = f"the memory of {where} was not checked, where services probably need up to {size_text(need)} each"
+        if pool:
+            write = f"write the GB (10^9 bytes) of one device as pools.{pool}.memory_gb"
+        elif cpu:
+            write = "no key says how much such a host has: see that it is more"
+        else:
+            write = "name a pool with memory_gb, the GB (10^9 bytes) of one device"
+        yield Problem(f"pools.{pool}.memory_gb" if pool else "", "", f"{text}: {write}", users, is_warning=True)
+
+
+def _keys(workers: Iterable[PlannedWorker]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(pool_key(worker.service) for worker in workers))
+
+
+def _loads(config: Config, shape: Shape) -> dict[tuple[str, str, str], list[PlannedWorker]]:
+    """Returns the workers on each device, by pool, host and device. pool: "" on a device that is of no pool of
+    theirs."""
+    pools = pools_of(config)
+    names = pool_names(config)
+    loads: dict[tuple[str, str, str], list[PlannedWorker]] = {}
+    for worker in planned_workers(config, shape, measured_lengths(config, config.model.name)):
+        pool = names.get(worker.service, "")
+        for device in worker.devices:
+            is_of_pool = pool and device in pools[pool].devices
+            loads.setdefault((pool if is_of_pool else "", worker.host, device), []).append(worker)
+    return loads
+
+
+def _over_budget(pool: str, where: str, budget: int, sizes: Mapping[PlannedWorker, int], is_likely: bool) -> str:
+    """Returns what is wrong about a device, and what to do. sizes: of its workers."""
+    largest = max(sizes, key=sizes.__getitem__)
+    total = size_text(sum(sizes.values()))
+    need = f"probably needs {total}" if is_likely else f"needs {total} at least"
+    return (
+        f"{where} {need} for {', '.join(worker.name for worker in sizes)}, and pool {pool!r} allows "
+        f"{size_text(budget)}; {largest.name} takes {size_text(sizes[largest])} of that: {largest.need.lower}, run it "
+        "in another pool, or raise memory_gb"
+    )
+
+
+def memory_problems(config: Config, shape: Shape, available: int) -> Iterator[Problem]:
+    """Yields a problem when the services on the CPU of this host need more memory than it has, however little they
+    sample, and for budgets that are too small. available: memory of this host."""
+    found = [each for each in planned_workers(config, shape) if each.device == "cpu" and each.is_here]
+    total = sum(worker.least for worker in found)
+    if total > available:
+        sizes = Counter[str]()
+        for each in found:
+            sizes[each.need.name] += each.least
+        largest = max(found, key=lambda worker: sizes[worker.need.name]).need
+        text = (
+            f"{size_text(available)} of memory are available, and this run takes {size_text(total)} at least, "
+            f"{size_text(sizes[largest.name])} of that for {largest.name}: {largest.lower}; `{program()} plan` with "
+            "the same arguments shows what needs how much"
+        )
+        yield Problem("", "", text)
+    yield from budget_problems(config, shape)

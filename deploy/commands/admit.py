@@ -12,7 +12,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--name", default="", help="Name of the key, for several of one role; default: the role.")
     asked = parser.parse_args(arguments)
     from asyncrl.config.install_hints import program
-    from asyncrl.config.service_placement import JOINING_ROLES
+    from asyncrl.config.placement import JOINING_ROLES
     from asyncrl.config.sources.keys import closest
     from asyncrl.errors import ConfigError
     from asyncrl.fleet.launching.key_folder import KeyFolder

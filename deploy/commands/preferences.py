@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.install_hints import program
-from asyncrl.config.sections.training.optimizers import rate_mistake
+from asyncrl.config.sections.training_config import rate_mistake
 from asyncrl.config.sources import read
 from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.errors import ConfigError

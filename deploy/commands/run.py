@@ -186,7 +186,7 @@ def _on_cluster(request: RunCommand, loaded: "Loaded", run_dir: Path) -> "Iterat
     if not request.cluster:
         yield loaded
         return
-    from asyncrl.deploy.clusters.ray_hosts import ray_hosts
+    from asyncrl.deploy.ray_hosts import ray_hosts
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -243,10 +243,10 @@ def _train(loaded: "Loaded", run_dir: Path, request: RunCommand, command: str, b
 
     with forks_of(loaded.config, begun) as forks:
         from asyncrl.deploy.checks.run_prompts import with_steps_of_epochs
-        from asyncrl.deploy.process.step_callback import step_callback
+        from asyncrl.deploy.preflight import step_callback
         from asyncrl.deploy.run_setup import RunRequest, run
-        from asyncrl.telemetry.screen.bottleneck import workers_of
-        from asyncrl.telemetry.screen.display import open_display
+        from asyncrl.telemetry.bottleneck import workers_of
+        from asyncrl.telemetry.display import open_display
 
         config = with_steps_of_epochs(loaded.config)  # The display counts steps.
         every = config.telemetry.print_every

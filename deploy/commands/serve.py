@@ -35,7 +35,7 @@ KEY_HELP = (
 def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
     from asyncrl.deploy.join_address import address_of_this_host, join_address, local_address_towards
-    from asyncrl.deploy.process.descriptors import LARGE_FLEET, allow_descriptors
+    from asyncrl.deploy.process.local_launcher import LARGE_FLEET, allow_descriptors
     from asyncrl.errors import ConfigError
     from asyncrl.fleet.launching.joining import LONGEST_DRAIN
     from asyncrl.fleet.launching.key_folder import WorkerKey
@@ -89,8 +89,7 @@ def _parser() -> CommandParser:
 @contextmanager
 def _forks(role: str) -> "Iterator[Forks | None]":
     """Begins to import what workers of the role need, before one is wanted."""
-    from asyncrl.deploy.process.fork_client import MODULES, Forks
-    from asyncrl.deploy.process.worker_environment import worker_environment
+    from asyncrl.deploy.process.fork_client import MODULES, Forks, worker_environment
 
     environment = worker_environment(os.environ, wire="tcp")
     modules = MODULES if role in WITH_TORCH else ()
@@ -115,8 +114,8 @@ async def _check(asked: argparse.Namespace, key: "WorkerKey", address: str) -> i
 
 async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, forks: "Forks | None") -> None:
     from asyncrl.deploy.join_address import join_address
+    from asyncrl.deploy.process.interrupts import StopSignals
     from asyncrl.deploy.process.local_launcher import LocalLauncher
-    from asyncrl.deploy.process.stop_signals import StopSignals
     from asyncrl.errors import Interrupted
     from asyncrl.fleet.launching.joining_host import JoiningHost
     from asyncrl.lanes.control.zmq_wire import ZmqWire

@@ -6,6 +6,7 @@ line "stop" asks a worker to finish. A pidfd reports a death the moment it happe
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,13 +18,39 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Literal, Self
 
-from asyncrl.deploy.process.fork_client import CannotFork, ForkedWorker, Forks
-from asyncrl.deploy.process.worker_environment import worker_environment
+from asyncrl.deploy.process.fork_client import CannotFork, ForkedWorker, Forks, worker_environment
 from asyncrl.fleet.launching.launcher import remove_leftovers
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.bound_socket import family_of, on_tcp
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import unlink_instance_segments
+
+# Limits of the files that the processes of a fleet may have open.
+
+
+OWN_DESCRIPTORS = 64
+WORKERS_DESCRIPTORS = 24
+"""Descriptors that a process of a fleet may have open: its own, and for each worker connections, a pipe, a process
+handle and mapped rows. With fewer, libzmq aborts the process or never returns."""
+
+LARGE_FLEET = 1000
+"""Workers for which a process that joins a fleet of unknown size is made ready, where its user may."""
+
+
+def needed_descriptors(workers: int) -> int:
+    """Returns how many a process of a fleet of so many workers needs."""
+    return OWN_DESCRIPTORS + WORKERS_DESCRIPTORS * workers
+
+
+def allow_descriptors(workers: int) -> None:
+    """Lets this process and its children open as many files as a fleet of so many workers needs, within the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = needed_descriptors(workers)
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
 
 LOOPBACK = "127.0.0.1"
 LAST_WORDS = 300

@@ -11,8 +11,7 @@ from bokeh.models import ColumnDataSource, HoverTool, Whisker
 from bokeh.palettes import Category10_10
 from bokeh.plotting import figure
 
-from asyncrl.deploy.report.run_record import RunRecord
-from asyncrl.deploy.report.time_shares import lengths_of, mean_shares, services_of
+from asyncrl.deploy.report.run_record import RunRecord, lengths_of, mean_shares, services_of
 
 MAX_POINTS = 1000
 """Points of a line. More are averaged in bins, which bounds the size of the report."""

@@ -15,7 +15,6 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from asyncrl.config.toml_writer import dump
-from asyncrl.deploy.report.acting_facts import acting_facts, newest_picture, policy_of
 from asyncrl.deploy.report.curve_charts import (
     curve_charts,
     legend_below,
@@ -23,7 +22,7 @@ from asyncrl.deploy.report.curve_charts import (
     staleness_histogram,
     state_chart,
 )
-from asyncrl.deploy.report.run_record import RunRecord
+from asyncrl.deploy.report.run_record import RunRecord, acting_facts, newest_picture, policy_of
 from asyncrl.deploy.report.sample_tokens import ShownToken, shown_tokens, signed_colour, token_decoder
 from asyncrl.deploy.report.worker_trace import Slice, WorkerTrace, read_trace
 from asyncrl.telemetry.jsonl import Object

@@ -1,7 +1,9 @@
 """Reads what a run left in its directory."""
 
-from collections.abc import Iterator
+import base64
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from asyncrl.config.schema import Config
@@ -10,9 +12,38 @@ from asyncrl.controller.journal.audit import Audit, audit
 from asyncrl.deploy.service_specs import device_of, service_specs
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.telemetry.jsonl import Object, read_lines, read_metrics
+from asyncrl.telemetry.logs import repeated
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 from asyncrl.telemetry.samples_file import SampleRecord, read_samples
-from asyncrl.telemetry.screen.warning_recap import repeated
+from asyncrl.telemetry.state_clock import STATES
+
+# Says what share of the time the workers of each service spent in each state, over several steps.
+
+
+ACCOUNTED = (*STATES, "unaccounted")
+"""States whose shares of a worker's time add up to 1."""
+
+
+def services_of(steps: Iterable[Object]) -> list[str]:
+    """Returns the services whose time the metrics of these steps account for."""
+    return list({key.split("/")[1]: None for step in steps for key in step if key.startswith("time/")})
+
+
+def lengths_of(ends: Sequence[float]) -> list[float]:
+    """Returns how many seconds each step took. ends: when they ended, the first since the begin of the run."""
+    return [end - begin for begin, end in pairwise((0.0, *ends))]
+
+
+def mean_shares(steps: Sequence[Object], lengths: Sequence[float], service: str) -> dict[str, float]:
+    """Returns the share of each state, each step weighted by its length; {} where no step has the service."""
+    found = [(step, length) for step, length in zip(steps, lengths, strict=True) if f"time/{service}/busy" in step]
+    total = sum(length for _, length in found)
+    if not total:
+        return {}
+    return {
+        state: sum(length * (step.get(f"time/{service}/{state}") or 0.0) for step, length in found) / total
+        for state in ACCOUNTED
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +132,65 @@ def _devices(config: Config) -> Iterator[tuple[str, str]]:
         workers = spec.devices or [(str(device_of(config, spec)),)] * max(1, joined)
         for number, names in enumerate(workers):
             yield from ((f"{spec.name}{number}" if joined else "", name) for name in names)
+
+
+# Says in the report what a policy that acts came to, and holds the picture of its last evaluation.
+
+
+MOST_BYTES = 3 * 2**20
+"""Bytes of a picture that a report holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodePicture:
+    """The newest picture of an evaluation. address: of its data."""
+
+    version: int
+    address: str
+
+
+def policy_of(config: Config) -> str:
+    """Returns what is trained: the name of the model, or the algorithm of a policy that acts and its environment."""
+    acting = config.acting
+    return f"{acting.algorithm.upper()} in {acting.env}" if acting.env else config.model.name
+
+
+def acting_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yields what the table at the top says of a run whose policy acts, beside what it says of each run."""
+    yield "return, mean of the last 20 episodes", _newest(run, "acting/return_last20")
+    yield "evaluated", _evaluated(run)
+    yield "steps of an episode, newest mean", _newest(run, "acting/length_mean")
+    yield "trained transitions", _newest(run, "acting/transitions")
+    trained = sum(_numbers(run, "tokens/trained"))
+    yield "trained transitions per second", f"{trained / run.seconds[-1]:,.0f}" if run.seconds[-1] else "-"
+    yield "oldest trained transition", f"{max(_numbers(run, 'staleness/max'), default=0.0):.0f} versions"
+    yield "lost episodes", f"{sum(_numbers(run, 'environment/lost_episodes')):,.0f}"
+
+
+def newest_picture(run: RunRecord) -> EpisodePicture | None:
+    """Returns the picture of the last evaluation that has one; None where there is none, or it is too large."""
+    paths = [each for each in RunDirectory(run.path).answers.glob("*.gif") if each.stem.isdecimal()]
+    newest = max(paths, key=lambda path: int(path.stem), default=None)
+    if newest is None or newest.stat().st_size > MOST_BYTES:
+        return None
+    data = base64.b64encode(Path(newest).read_bytes()).decode()
+    return EpisodePicture(int(newest.stem), f"data:image/gif;base64,{data}")
+
+
+def _numbers(run: RunRecord, metric: str) -> Sequence[float]:
+    return [step[metric] for step in run.steps if step.get(metric) is not None]
+
+
+def _newest(run: RunRecord, metric: str) -> str:
+    found = _numbers(run, metric)
+    return f"{found[-1]:,.6g}" if found else "-"
+
+
+def _evaluated(run: RunRecord) -> str:
+    if not run.evaluations:
+        return "-"
+    last = run.evaluations[-1]
+    if last["mean"] is None:
+        return f"unknown at version {last['version']}"
+    interval = "" if last["low"] is None else f" [{last['low']:.5g} - {last['high']:.5g}]"
+    return f"{last['mean']:.5g}{interval} at version {last['version']}"

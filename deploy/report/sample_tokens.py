@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
 from asyncrl.protocols.staleness import live
+from asyncrl.telemetry.sample_panel import PLAIN, SpecialTokens
 from asyncrl.telemetry.samples_file import SampleRecord
-from asyncrl.telemetry.screen.sample_panel import PLAIN, SpecialTokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from asyncrl.children.pipe_messages import packed
+from asyncrl.children.child_messages import packed
 from asyncrl.controller.journal import ledger as records
 from asyncrl.controller.journal.checkpoints import MANIFEST, Manifest, plan_resume
 from asyncrl.controller.journal.journal import FRAME, Scan, encode

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.children.pipe_messages import packed
+from asyncrl.children.child_messages import packed
 from asyncrl.controller.journal.journal import FRAME, encode
 from asyncrl.lanes.data.row_fetcher import FETCH
 from asyncrl.protocols.messages import Call, FileTree, ListedFile

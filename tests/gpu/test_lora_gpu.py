@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.sources.keys import Key, all_keys
-from asyncrl.deploy.commands.preparing.keys import reference
+from asyncrl.deploy.commands.keys import reference
 
 PAGE = Path(__file__).parents[2] / "docs/reference/config.md"
 RIDDLES = re.compile(r"(Of|What|Whether|The same|As|Those|Whoever|Where|How)\b")

@@ -17,7 +17,7 @@ SOURCE_FOLDERS = ("asyncrl", *MOUNTED)
 
 # Where code of others runs, or a failure becomes an answer; each broad except there says why.
 SUPERVISED_BOUNDARY = {
-    "asyncrl/children/user_errors.py",
+    "asyncrl/children/child_messages.py",
     "asyncrl/children/sandbox/inside/program_server.py",
     "asyncrl/engines/acting/stepping/environment_server.py",
     "asyncrl/engines/acting/stepping/one_environment.py",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.sections.training.optimizers import optimizer_table
+from asyncrl.config.sections.training_config import optimizer_table
 from asyncrl.engines.models.model_families import REFUSED, TRAINED
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 

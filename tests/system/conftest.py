@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.sources import load
-from asyncrl.deploy.process.fork_client import MODULES, Forks
-from asyncrl.deploy.process.worker_environment import worker_environment
+from asyncrl.deploy.process.fork_client import MODULES, Forks, worker_environment
 from asyncrl.engines.models.model_preparation import prepare
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.deploy.process.fork_client import Forks
-from asyncrl.deploy.process.worker_environment import worker_environment
+from asyncrl.deploy.process.fork_client import Forks, worker_environment
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.service import Service
 from asyncrl.protocols.batch import Batch, BatchRef, Place, RowRef

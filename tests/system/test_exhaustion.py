@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.sources import load
-from asyncrl.deploy.process.descriptors import OWN_DESCRIPTORS, WORKERS_DESCRIPTORS
-from asyncrl.deploy.process.stop_signals import STOPPING
+from asyncrl.deploy.process.interrupts import STOPPING
+from asyncrl.deploy.process.local_launcher import OWN_DESCRIPTORS, WORKERS_DESCRIPTORS
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.fleet.launching.launcher import STOP_STAGES

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
-from asyncrl.deploy.process.fork_client import Forks
+from asyncrl.deploy.process.fork_client import Forks, worker_environment
 from asyncrl.deploy.process.local_launcher import LocalLauncher
-from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.service_calls import make_handle

@@ -17,9 +17,8 @@ import pytest
 
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
-from asyncrl.deploy.process.fork_client import ForkedWorker, Forks, forks_of
+from asyncrl.deploy.process.fork_client import ForkedWorker, Forks, forks_of, worker_environment
 from asyncrl.deploy.process.local_launcher import LocalLauncher
-from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerStarted

@@ -12,10 +12,10 @@ from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.deploy.standalone_evaluation import Wanted, evaluate_run
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
+from asyncrl.telemetry.display import open_display
 from asyncrl.telemetry.jsonl import read_lines, read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import read_samples
-from asyncrl.telemetry.screen.display import open_display
 
 pytestmark = pytest.mark.fleet
 STEPS = 60

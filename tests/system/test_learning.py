@@ -13,10 +13,10 @@ from asyncrl.config.sources import load
 from asyncrl.controller.journal.audit import audit
 from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.run_setup import RunRequest, run
+from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.jsonl import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import read_samples
-from asyncrl.telemetry.screen.display import LineDisplay
 
 pytestmark = [pytest.mark.fleet, pytest.mark.slow]
 LAST = 10

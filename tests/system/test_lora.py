@@ -14,7 +14,7 @@ from asyncrl.config.sources import read
 from asyncrl.controller.journal.audit import audit
 from asyncrl.controller.journal.checkpoints import newest_model
 from asyncrl.deploy import cli
-from asyncrl.deploy.commands.exporting.export import export
+from asyncrl.deploy.commands.export import export
 from asyncrl.engines.lora.low_rank import attach
 from asyncrl.engines.lora.peft_folder import load_adapters
 from asyncrl.errors import ConfigError

@@ -12,9 +12,8 @@ from transformers import AutoModelForSequenceClassification
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.deploy.checks.placement_plan import NO_WORKERS, planned_workers
-from asyncrl.deploy.checks.row_lengths import measured_lengths
-from asyncrl.deploy.checks.shared_memory_needs import shared_memory
+from asyncrl.deploy.checks.memory_needs import NO_WORKERS, planned_workers, shared_memory
+from asyncrl.deploy.checks.run_prompts import measured_lengths
 from asyncrl.engines.model_shape import shape_of
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,8 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.lanes.bound_socket import bound_socket
-from asyncrl.telemetry.exporters.prometheus import EXPORTED
 from asyncrl.telemetry.jsonl import read_metrics
+from asyncrl.telemetry.prometheus import EXPORTED
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished

@@ -10,9 +10,9 @@ from asyncrl.config.sources import load
 from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
+from asyncrl.telemetry.display import open_display
 from asyncrl.telemetry.jsonl import read_metrics
 from asyncrl.telemetry.samples_file import read_samples
-from asyncrl.telemetry.screen.display import open_display
 
 STEPS = 3
 

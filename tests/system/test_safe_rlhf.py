@@ -17,10 +17,10 @@ from asyncrl.controller.journal.checkpoints import MANIFEST
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.deploy.standalone_evaluation import evaluate_run
 from asyncrl.errors import ConfigError
+from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.jsonl import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import read_samples
-from asyncrl.telemetry.screen.display import LineDisplay
 
 pytestmark = pytest.mark.fleet
 

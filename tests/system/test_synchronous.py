@@ -22,8 +22,8 @@ from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.objectives.advantages import RewardedCut
 from asyncrl.protocols.seeds import group_seed, member_seed
 from asyncrl.tasks import Draw, training_prompts
+from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.jsonl import METRICS, read_metrics
-from asyncrl.telemetry.screen.display import LineDisplay
 
 STEPS = 20
 COMPARED = ("loss/policy", "grad_norm", "policy/entropy", "policy/ratio_max", "reward/mean")

@@ -21,8 +21,8 @@ from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.user_code import one_argument_mistake, source_problem
 from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
-from asyncrl.deploy.process import notebook_run
-from asyncrl.deploy.process.notebook_run import run_here_or_beside
+from asyncrl.deploy.process import interrupts
+from asyncrl.deploy.process.interrupts import run_here_or_beside
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import Fleet
 
@@ -136,7 +136,7 @@ async def test_an_interrupt_while_work_is_handed_over_leaves_nothing_running(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(InterruptedSubmit, "queued", queued)
-    monkeypatch.setattr(notebook_run, "ThreadPoolExecutor", InterruptedSubmit)
+    monkeypatch.setattr(interrupts, "ThreadPoolExecutor", InterruptedSubmit)
     work = until_cancelled()
     with pytest.raises(KeyboardInterrupt):
         run_here_or_beside(work)

@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.children.sandbox.harness import compiled_harness
 from asyncrl.children.sandbox.pool import START_TIMEOUT, Kind
 from asyncrl.children.sandbox.program_requests import Limits, SandboxError
 from asyncrl.children.sandbox.single_sandbox import (
@@ -26,6 +25,7 @@ from asyncrl.children.sandbox.single_sandbox import (
     Sandbox,
     SandboxCase,
     SandboxEnded,
+    compiled_harness,
 )
 
 T = TypeVar("T")

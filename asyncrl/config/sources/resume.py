@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.named_files import without_paths
+from asyncrl.config.placement import COMPUTING
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm_config import Section
 from asyncrl.config.sections.secret import Secret
-from asyncrl.config.service_placement import COMPUTING
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read
 from asyncrl.config.toml_writer import value_text

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.lora.target_layers import adapted_names
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from asyncrl.config.sections.model_config import ALL_LINEAR, LoraConfig
+from asyncrl.config.sections.training_config import ALL_LINEAR, LoraConfig
 from asyncrl.engines.lora.low_rank import adapted, attach, merge_adapters, published_tensors
 from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, ADAPTERS

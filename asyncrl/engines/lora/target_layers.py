@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from asyncrl.config.sections.model_config import ALL_LINEAR, LoraConfig
+from asyncrl.config.sections.training_config import ALL_LINEAR, LoraConfig
 from asyncrl.errors import ConfigError
 
 

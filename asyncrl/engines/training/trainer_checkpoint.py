@@ -30,7 +30,7 @@ from xxhash import xxh3_64_hexdigest
 from asyncrl.concurrency import start_task
 from asyncrl.config.install_hints import program
 from asyncrl.config.schema import TrainingConfig
-from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.lora.peft_folder import write_adapters
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, INDEX, PARTS, sync_to_disk, weight_files
 from asyncrl.engines.models.tensor_parts import Kind, part_file, stored_tensors, write_parts

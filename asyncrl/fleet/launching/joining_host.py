@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, cast
 
 from asyncrl.concurrency import one_error
-from asyncrl.config.service_placement import ONE_REPLICA
+from asyncrl.config.placement import ONE_REPLICA
 from asyncrl.errors import ConfigError, DeadlineExceeded, FleetFailed, PeerLost, Refused, WireError
 from asyncrl.fleet.launching.joining import (
     HEARTBEAT,

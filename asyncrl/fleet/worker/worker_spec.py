@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import TypeAdapter
 
 from asyncrl import __version__
+from asyncrl.config.placement import COMPUTING
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.secret import REVEALING, veiled
-from asyncrl.config.service_placement import COMPUTING
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.control.auth import with_key
 from asyncrl.protocols.messages import PROTOCOL, Hello

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.children.child_slot import ChildSlot
 from asyncrl.children.containment import Containment
-from asyncrl.children.guarded_process import ChildEnded, ChildSettings, GuardedProcess
+from asyncrl.children.guarded_process import ChildEnded, ChildSettings, ChildSlot, GuardedProcess
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, WireError

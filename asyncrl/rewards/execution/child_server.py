@@ -11,9 +11,8 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.children.pipe_messages import open_pipes, receive, send
+from asyncrl.children.child_messages import greeting, open_pipes, receive, send
 from asyncrl.children.sandbox import SandboxError
-from asyncrl.children.user_errors import greeting
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.named_columns import Columns
 from asyncrl.protocols.prompt_row import PromptRow

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from asyncrl.children.user_errors import trace, where_to_write
+from asyncrl.children.child_messages import trace, where_to_write
 from asyncrl.errors import RewardError
 from asyncrl.protocols.batch import LARGEST_REWARD
 from asyncrl.rewards.sample import Function, FunctionResult, Logged, RowError, Sample, UnjudgedError, with_columns

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from asyncrl.config.sections.feedback_config import FeedbackConfig
+from asyncrl.config.sections.runtime_config import FeedbackConfig
 from asyncrl.rewards.feedback.pairs import Judgement, RatableAnswer
 from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatedBefore, UnknownAnswer
 

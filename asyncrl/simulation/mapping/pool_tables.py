@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from asyncrl.config.placement import layouts
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.pools_config import GB
-from asyncrl.config.sections.training.layout_config import LayoutConfig, TrainingLayoutConfig
-from asyncrl.config.service_placement import layouts
+from asyncrl.config.sections.device_pools import GB
+from asyncrl.config.sections.training_config import LayoutConfig, TrainingLayoutConfig
 from asyncrl.config.toml_writer import value_text
 from asyncrl.deploy.checks.memory_needs import TrainedModel, frozen_need, generation_need
-from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.deploy.checks.run_prompts import RowLengths
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.rank_limits import layout_refusals
 from asyncrl.errors import ConfigError

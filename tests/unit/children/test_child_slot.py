@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.children.child_slot import ChildSlot
-from asyncrl.children.guarded_process import ChildEnded, GuardedProcess, VanishedEarly
+from asyncrl.children.guarded_process import ChildEnded, ChildSlot, GuardedProcess, VanishedEarly
 
 
 class Child(GuardedProcess):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.children.pipe_messages import LARGEST, WRITTEN_AT_ONCE, BatchedPipe, packed, received
+from asyncrl.children.child_messages import LARGEST, WRITTEN_AT_ONCE, BatchedPipe, packed, received
 from asyncrl.errors import WireError
 
 MESSAGES: list[Any] = [{"call": 1}, "x" * 100_000, [None, 2.5], {"said": ["é"]}]

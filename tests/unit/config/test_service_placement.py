@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from asyncrl.config.placement import joinable
 from asyncrl.config.schema import Config, FleetConfig
-from asyncrl.config.service_placement import joinable
 from asyncrl.config.sources import load
 from asyncrl.fleet.weight_transport import transport_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.sections.feedback_config import FeedbackConfig
-from asyncrl.deploy.feedback_address import feedback_address
+from asyncrl.config.sections.runtime_config import FeedbackConfig
+from asyncrl.deploy.run_fleet import feedback_address
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import RunDirectory
 

@@ -15,13 +15,13 @@ from asyncrl.config.toml_writer import dump
 from asyncrl.deploy import cli
 from asyncrl.deploy import preflight as preflight_module
 from asyncrl.deploy.checks.machine import Check
-from asyncrl.deploy.commands.checking import doctor
+from asyncrl.deploy.commands import doctor
 from asyncrl.deploy.preflight import devices, model_problems, preflight, scoring_folders
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.tasks import source_problems
-from asyncrl.telemetry.screen.display import open_display
+from asyncrl.telemetry.display import open_display
 from tests.unit.letter_model import write_letter_model
 
 PACKAGED = Path("pypi:smollm2")

@@ -24,7 +24,7 @@ from asyncrl.controller.journal.ledger import Drawn, Generated, Ledger, Scored
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy import run_setup
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts
-from asyncrl.deploy.process.stop_signals import StopSignals
+from asyncrl.deploy.process.interrupts import StopSignals
 from asyncrl.deploy.run_fleet import LONGEST, facts_of
 from asyncrl.deploy.run_setup import (
     RunRequest,
@@ -58,10 +58,10 @@ from asyncrl.errors import (
 from asyncrl.tasks import training_prompts
 from asyncrl.tasks.prompt_rows import drawn_row
 from asyncrl.tasks.source_problems import check_rows
+from asyncrl.telemetry.display import open_display
 from asyncrl.telemetry.jsonl import read_lines
+from asyncrl.telemetry.logs import WarningFile
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
-from asyncrl.telemetry.screen.display import open_display
-from asyncrl.telemetry.screen.warning_recap import WarningFile
 
 
 def constant(sample: object, value: float) -> float:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import asyncrl.deploy.standalone_evaluation as module
 from asyncrl.api import Run, _functions, _reward_here, train
 from asyncrl.config.schema import Config, RewardConfig
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training_config import LayoutConfig
 from asyncrl.config.toml_writer import dump
 from asyncrl.controller.observers.evaluation import EpisodesEvaluation, Evaluation
 from asyncrl.deploy import cli

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.environment_config import EnvironmentConfig
+from asyncrl.config.sections.task_config import EnvironmentConfig
 from asyncrl.environments.transcript import transcript_column
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.service import WorkerContext

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.sections.model_config import WeightsConfig
+from asyncrl.config.sections.training_config import WeightsConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, PeerLost, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext

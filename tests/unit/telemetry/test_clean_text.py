@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.telemetry.clean_text import clean_streams, cleaned
-from asyncrl.telemetry.screen.display import CleanConsole, LineDisplay, LiveDisplay
+from asyncrl.telemetry.display import CleanConsole, LineDisplay, LiveDisplay
 
 HOSTILE = {
     "title": "\x1b]0;owned\x07",

@@ -12,8 +12,8 @@ from asyncrl.controller.observers.evaluation import EpisodesEvaluation
 from asyncrl.controller.observers.staleness_report import UNTRAINED
 from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
 from asyncrl.rewards.sample import BAD_ROW
+from asyncrl.telemetry.display import SHOWN, SHOWN_OF_ACTING
 from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS
-from asyncrl.telemetry.screen.display import SHOWN, SHOWN_OF_ACTING
 from asyncrl.telemetry.state_clock import STATES
 
 ROOT = Path(__file__).parents[3]

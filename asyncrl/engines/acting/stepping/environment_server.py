@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.children.pipe_messages import BatchedPipe, open_pipes, received
-from asyncrl.children.user_errors import greeting
+from asyncrl.children.child_messages import BatchedPipe, greeting, open_pipes, received
 from asyncrl.config.named_files import is_of_gymnasium
 from asyncrl.config.user_code import resolve
 from asyncrl.engines.acting.stepping.answers import TERMINATED, TRUNCATED

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.children.user_errors import trace
+from asyncrl.children.child_messages import trace
 from asyncrl.engines.acting.stepping.spaces import ActionSpace, Kind, Spaces
 from asyncrl.errors import ConfigError, EnvironmentFailed
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.children.guarded_process import ChildEnded, ChildSettings, GuardedProcess
-from asyncrl.config.sections.environment_config import ActingConfig
 from asyncrl.config.sections.secret import revealed
+from asyncrl.config.sections.task_config import ActingConfig
 from asyncrl.engines.acting.stepping.one_environment import MAKE
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.errors import AsyncrlError, EnvironmentFailed, WireError

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from asyncrl.children.containment import Surroundings
 from asyncrl.children.guarded_process import ChildEnded, ChildSettings
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
-from asyncrl.config.sections.environment_config import ActingConfig
 from asyncrl.config.sections.secret import revealed
+from asyncrl.config.sections.task_config import ActingConfig
 from asyncrl.engines.acting.stepping.answers import Answers, Floats, read_answers
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.stepping.stepping_child import ChildContent, SteppingChild

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.lora.low_rank import attach, published_spec
 from asyncrl.engines.lora.peft_folder import read_adapters
 from asyncrl.errors import PeerLost, WeightsError

@@ -18,7 +18,7 @@ from torch import nn
 
 from asyncrl.config.install_hints import install_extra
 from asyncrl.config.schema import TrainingConfig
-from asyncrl.config.sections.training.deepspeed_config import BUCKET
+from asyncrl.config.sections.training_config import BUCKET
 from asyncrl.errors import ConfigError
 
 UNUSED_EXTENSION = "deepspeed_shm_comm"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config.schema import TrainingConfig
-from asyncrl.config.sections.training.optimizers import OPTIMIZERS, default_options
+from asyncrl.config.sections.training_config import OPTIMIZERS, default_options
 from asyncrl.engines.models.tensor_parts import StoredTensor
 from asyncrl.engines.training.ranks.gradients import clip_gradients, sum_gradients
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from asyncrl.children.code import shared_results
-from asyncrl.children.code.shared_results import SharedResults
+from asyncrl.children.code import code_runner
+from asyncrl.children.code.code_runner import SharedResults
 
 
 class Work:
@@ -55,7 +55,7 @@ async def test_errors_and_passing_results_are_not_remembered() -> None:
 
 
 async def test_the_oldest_results_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_results, "MOST", 2)
+    monkeypatch.setattr(code_runner, "MOST", 2)
     work = Work()
     results = SharedResults[str, str]()
     work.released.set()

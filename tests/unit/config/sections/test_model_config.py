@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.config.sources import load, read
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump

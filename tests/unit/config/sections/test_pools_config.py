@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.placement import assignment
 from asyncrl.config.schema import Config
-from asyncrl.config.service_placement import assignment
 from asyncrl.config.sources import load
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy.service_specs import service_specs

@@ -19,7 +19,7 @@ from asyncrl.config.sources.keys import (
     tables,
     translate,
 )
-from asyncrl.deploy.commands.preparing.keys import main as keys_command
+from asyncrl.deploy.commands.keys import main as keys_command
 from asyncrl.errors import ConfigError
 
 

@@ -15,10 +15,10 @@ import torch
 
 from asyncrl.bench.end_to_end.benchmark_model import write_model
 from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
+from asyncrl.config.placement import rank_layout
 from asyncrl.config.schema import Config
-from asyncrl.config.service_placement import rank_layout
 from asyncrl.deploy.checks.memory_needs import TrainedModel
-from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.deploy.checks.run_prompts import RowLengths
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh

@@ -7,8 +7,8 @@ import pytest
 
 from asyncrl.children.containment import Containment, WithoutNetwork
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.containment import code_of_user, containment_problems
-from asyncrl.deploy.commands.checking import doctor
+from asyncrl.deploy.commands import doctor
+from asyncrl.deploy.preflight import code_of_user, containment_problems
 
 MINE = "mine.py:right"
 
@@ -88,7 +88,7 @@ def test_agents_without_the_network_are_tried_in_both_layers(
     use: str, network: bool, layers: list[type], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Any] = []
-    monkeypatch.setattr("asyncrl.deploy.checks.containment.try_containment", lambda *found: tried.extend(found))
+    monkeypatch.setattr("asyncrl.deploy.preflight.try_containment", lambda *found: tried.extend(found))
     assert list(containment_problems(config(["exact_match"], {"use": use}, network=network))) == []
     assert [type(layer) for layer in tried] == layers
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.folder_contents import content_problems
+from asyncrl.deploy.checks.model_checks import content_problems
 from asyncrl.deploy.checks.run_prompts import PromptSets, refuse_marks
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.models.text_marks import write_ends

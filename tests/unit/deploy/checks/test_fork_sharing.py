@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from asyncrl.deploy.commands.checking.doctor import fork_check
+from asyncrl.deploy.commands.doctor import fork_check
 
 
 def test_shared_memory_is_measured_with_a_worker() -> None:

@@ -15,9 +15,9 @@ from asyncrl.bench.end_to_end.benchmark_model import write_model
 from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
 from asyncrl.config.schema import Config
 from asyncrl.deploy import cli
-from asyncrl.deploy.checks.generation_memory import BUCKET_BYTES, Parts
 from asyncrl.deploy.checks.memory_needs import MemoryNeed, TrainedModel, needs
-from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.deploy.checks.run_prompts import RowLengths
+from asyncrl.deploy.checks.worker_memory import GATHERED_BUCKET, Parts
 from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.model_shape import PACKAGED, shape_of
@@ -157,10 +157,10 @@ def test_frozen_weights_stay_in_a_step_and_adapters_are_gathered() -> None:
 
 
 def test_weights_arrive_in_buckets() -> None:
-    assert BUCKET_BYTES == weight_gathering.BUCKET_BYTES
+    assert GATHERED_BUCKET == weight_gathering.BUCKET_BYTES
     gathering = phases({"tp": 2})["gathering"]
-    assert (gathering["gathered to sample"], gathering["buckets"]) == (MATRICES, 3 * BUCKET_BYTES)
-    assert phases({"shard": 4})["gathering"]["buckets"] == 5 * BUCKET_BYTES
+    assert (gathering["gathered to sample"], gathering["buckets"]) == (MATRICES, 3 * GATHERED_BUCKET)
+    assert phases({"shard": 4})["gathering"]["buckets"] == 5 * GATHERED_BUCKET
     assert "gathering" not in phases({"dp": 2})
     start = phases({"dp": 2})["start"]
     assert (start["weights"], start["read from files"]) == (WEIGHTS, WEIGHTS)
@@ -191,7 +191,7 @@ def test_ranks_that_sample_together_hold_slices_and_their_share_of_the_cache() -
         0,
     ]
     assert [each["gathering"]["gathered to sample"] for each in (found[1], found[2])] == [MATRICES, MATRICES // 2]
-    assert [each["gathering"]["buckets"] / BUCKET_BYTES for each in (found[1], found[2])] == [5, 3]
+    assert [each["gathering"]["buckets"] / GATHERED_BUCKET for each in (found[1], found[2])] == [5, 3]
     assert "gathering" not in found[4]
     whole = found[1]["sampling"]["cache"]
     assert [found[tp]["sampling"]["cache"] for tp in (2, 4)] == [whole, whole // 2], "16 rows, 32, and all 32 slots"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.deploy.checks.gpu_packages import PAIRS, gpu_package_problems
+from asyncrl.deploy.checks.machine import PAIRS, gpu_package_problems
 
 BOTH = {"nvidia-nccl-cu12": "2.32.3", "nvidia-nccl-cu13": "2.30.7"}
 

@@ -6,8 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.lost_characters import lost_characters
-from asyncrl.deploy.checks.run_prompts import PromptSets, questions_of
+from asyncrl.deploy.checks.run_prompts import PromptSets, lost_characters, questions_of
 from asyncrl.engines.models.warmed_up_model import build_tokenizer
 from asyncrl.tasks import load_prompts
 

@@ -12,16 +12,19 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.generation_memory import BYTES_PER_SAMPLED, CHUNK
-from asyncrl.deploy.checks.memory_needs import GPU_PROCESS_BYTES, PROCESS_BYTES, MemoryNeed, needs
-from asyncrl.deploy.checks.placement_plan import planned_workers
-from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
-from asyncrl.deploy.checks.shared_memory_needs import (
+from asyncrl.deploy.checks.memory_needs import (
+    GPU_PROCESS_BYTES,
+    PROCESS_BYTES,
     TEXT_BYTES_PER_TOKEN,
+    MemoryNeed,
     SharedMemoryNeed,
     longest_token_of,
+    needs,
+    planned_workers,
     shared_memory,
 )
+from asyncrl.deploy.checks.run_prompts import RowLengths, measured_lengths
+from asyncrl.deploy.checks.worker_memory import BYTES_PER_SAMPLED, CHUNK
 from asyncrl.engines.generation.scheduling import block_pool
 from asyncrl.engines.model_shape import PACKAGED, Shape, shape_of
 from asyncrl.lanes.data.row_store import LEAST_GROWTH, RowStore, bytes_of_row, range_bytes

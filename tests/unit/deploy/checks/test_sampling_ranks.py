@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import needs
-from asyncrl.deploy.commands.inspecting.graph import graph
+from asyncrl.deploy.commands.graph import graph
 from asyncrl.deploy.service_specs import service_specs, worker_count
 from asyncrl.engines.model_shape import PACKAGED
 from asyncrl.engines.rank_limits import sampling_ranks

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel, needs
-from asyncrl.deploy.checks.row_lengths import RowLengths
-from asyncrl.deploy.checks.training_memory import (
+from asyncrl.deploy.checks.run_prompts import RowLengths
+from asyncrl.deploy.checks.worker_memory import (
     BUCKET_BYTES,
     ForwardPass,
     kept_bytes,

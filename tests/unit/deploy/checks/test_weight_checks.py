@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, layers_of
+from asyncrl.deploy.checks.model_checks import adapter_problems, cache_problems, layers_of
 from asyncrl.deploy.preflight import preflight
 from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, blocks_for
 from asyncrl.engines.generation.torch_engine import TorchEngine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.training.deepspeed_config import BUCKET
+from asyncrl.config.sections.training_config import BUCKET
 from asyncrl.deploy.checks.memory_needs import OFFLOADED, MemoryNeed, needs
 from asyncrl.engines.model_shape import PACKAGED
 

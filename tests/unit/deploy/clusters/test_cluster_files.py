@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.config.sections.fleet_config import FleetConfig
+from asyncrl.config.sections.runtime_config import FleetConfig
 from asyncrl.deploy.commands.serve import DRAIN
 
 DEPLOY = Path(__file__).parents[4] / "deploy"

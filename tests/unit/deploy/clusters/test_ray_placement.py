@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.deploy import cli
-from asyncrl.deploy.clusters.ray_hosts import _refuse_address
-from asyncrl.deploy.clusters.ray_placement import RayPlace, bundles, places_of
+from asyncrl.deploy.ray_hosts import RayPlace, _refuse_address, bundles, places_of
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.bound_socket import bound_socket
 

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from asyncrl.deploy.cli import main
-from asyncrl.deploy.commands.running import dashboard
+from asyncrl.deploy.commands import dashboard
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.telemetry.run_status import RunStatus, write_status
 

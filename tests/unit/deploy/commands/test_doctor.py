@@ -16,7 +16,7 @@ from asyncrl.config.problems import Problem
 from asyncrl.deploy import cli, preflight
 from asyncrl.deploy.checks import machine
 from asyncrl.deploy.checks.machine import Check
-from asyncrl.deploy.commands.checking import doctor
+from asyncrl.deploy.commands import doctor
 from tests.unit.letter_model import write_letter_model
 
 GOOD = """\

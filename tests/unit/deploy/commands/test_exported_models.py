@@ -19,7 +19,7 @@ from asyncrl.controller.journal.checkpoints import commit
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.deploy import cli
-from asyncrl.deploy.commands.exporting.export import export
+from asyncrl.deploy.commands.export import export
 from asyncrl.protocols.messages import Checkpointed
 
 WEIGHTS = {"embed.weight": torch.linspace(-1, 1, 7), "steps": torch.arange(3)}

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config.sources import load
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.deploy import cli
-from asyncrl.deploy.commands.preparing.init import OTHER_KEYS, OWN, QUESTIONS, learning_rate, speaks
+from asyncrl.deploy.commands.init import OTHER_KEYS, OWN, QUESTIONS, learning_rate, speaks
 from asyncrl.rewards.functions import function_problems
 from asyncrl.tasks import load_prompts
 

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.deploy import cli
 from asyncrl.deploy.checks.machine import Check
-from asyncrl.deploy.commands.checking import join_checks
+from asyncrl.deploy.commands import join_checks
 from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
 from asyncrl.fleet.launching.joining import installed_versions
 from asyncrl.fleet.launching.key_folder import KeyFolder

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from asyncrl.deploy.cli import main
-from asyncrl.deploy.commands.running.monitor import view
+from asyncrl.deploy.commands.monitor import view
+from asyncrl.telemetry.display import SHOWN
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus, write_status
-from asyncrl.telemetry.screen.display import SHOWN
 
 WORKERS = (
     WorkerStatus(

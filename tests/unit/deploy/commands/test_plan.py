@@ -8,8 +8,14 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.deploy import cli
-from asyncrl.deploy.checks.memory_needs import GPU_PROCESS_BYTES, needs
-from asyncrl.deploy.checks.placement_plan import budget_problems, memory_problems, planned_workers, unchecked_memory
+from asyncrl.deploy.checks.memory_needs import (
+    GPU_PROCESS_BYTES,
+    budget_problems,
+    memory_problems,
+    needs,
+    planned_workers,
+    unchecked_memory,
+)
 from asyncrl.engines.model_shape import PACKAGED
 from asyncrl.lanes.host_id import HostId
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.deploy import cli
-from asyncrl.deploy.commands.inspecting.recorded_run import RecordedWorker, steps_from
-from asyncrl.deploy.commands.inspecting.replayed_service import KeptRows, differences
-from asyncrl.deploy.commands.inspecting.smallest_batch import Condition, smallest
+from asyncrl.deploy.commands.replayed_service import KeptRows, RecordedWorker, differences, steps_from
+from asyncrl.deploy.commands.smallest_batch import Condition, smallest
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.data.recorder import RecordFiles, read_records

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.deploy.commands.inspecting.tried_rows import _answer, group_in_words
+from asyncrl.deploy.commands.tried_rows import _answer, group_in_words
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import SampleText, Score
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.deploy import cli
 from asyncrl.deploy.checks.machine import Check
-from asyncrl.deploy.commands.checking import doctor
+from asyncrl.deploy.commands import doctor
 from tests.unit.deploy.mistakes import (
     test_mistakes_in_commands,
     test_mistakes_in_files,

@@ -8,8 +8,7 @@ import pytest
 
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
 from asyncrl.deploy.process import fork_client
-from asyncrl.deploy.process.fork_client import Forks, forks_of
-from asyncrl.deploy.process.worker_environment import worker_environment
+from asyncrl.deploy.process.fork_client import Forks, forks_of, worker_environment
 
 
 class Begun(Forks):

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
-from asyncrl.deploy.process.fork_client import Forks
+from asyncrl.deploy.process.fork_client import Forks, worker_environment
 from asyncrl.deploy.process.local_launcher import LocalLauncher, LocalWorker
-from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.protocols.rank_layout import Layout

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.controller.controller import PauseSwitch
+from asyncrl.deploy.process.interrupts import StopSignals
 from asyncrl.deploy.process.run_commands import RunCommands
-from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.errors import Refused
 from asyncrl.protocols.messages import Call, HeldWeights
 

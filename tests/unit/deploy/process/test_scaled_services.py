@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.deploy.process.scaled_services import Scaled, keep, scaled_specs
+from asyncrl.deploy.process.run_commands import Scaled, keep, scaled_specs
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.service_contracts import Generation, Reward, Training

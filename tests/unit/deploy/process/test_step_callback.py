@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.config.named_files import source_files
 from asyncrl.config.schema import Config
-from asyncrl.deploy.process.step_callback import callback_problems, step_callback
+from asyncrl.deploy.preflight import callback_problems, step_callback
 from asyncrl.errors import ConfigError
 
 SOURCE = """

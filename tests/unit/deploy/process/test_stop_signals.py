@@ -8,8 +8,8 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 
-from asyncrl.deploy.process import stop_signals
-from asyncrl.deploy.process.stop_signals import SIGNALS, STOPPING, StopSignals
+from asyncrl.deploy.process import interrupts
+from asyncrl.deploy.process.interrupts import SIGNALS, STOPPING, StopSignals
 
 
 class WithOldHandler:
@@ -90,7 +90,7 @@ async def test_a_run_that_ends_by_itself_in_order_takes_the_first_signal_for_the
 async def test_a_sigterm_right_after_a_signal_is_its_echo(
     echo: float, number: signal.Signals, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop_signals, "ECHO", echo)
+    monkeypatch.setattr(interrupts, "ECHO", echo)
     with StopSignals(print) as signals, signals.ending_in_order(lambda: None):
         await heard(signal.SIGTERM)
         with pytest.raises(asyncio.CancelledError) if counts else nullcontext():
@@ -113,7 +113,7 @@ async def test_a_signal_right_after_an_interrupted_run_does_not_keep_it_from_say
 ) -> None:
     before: list[int] = []
     for echo, received in ((60.0, []), (0.0, [number])):
-        monkeypatch.setattr(stop_signals, "ECHO", echo)
+        monkeypatch.setattr(interrupts, "ECHO", echo)
         with StopSignals(print) as signals, signals.ending_in_order(lambda: None):
             await heard(signal.SIGINT)
             monkeypatch.setattr(signals, "_loop", WithOldHandler(lambda number, _: before.append(number)))
@@ -134,9 +134,9 @@ async def test_an_interrupt_from_elsewhere_ends_in_order_like_ctrl_c() -> None:
     work = asyncio.current_task()
     assert work is not None
     with StopSignals(print) as signals, signals.ending_in_order(lambda: asked.append("end")):
-        stop_signals.interrupt(work)
+        interrupts.interrupt(work)
         assert (asked, signals.abandoned) == (["end"], "")
-        stop_signals.interrupt(work)
+        interrupts.interrupt(work)
         assert signals.abandoned == "interrupted a second time"
         with pytest.raises(asyncio.CancelledError):
             await asyncio.sleep(0)

@@ -4,9 +4,8 @@ import re
 import sys
 from pathlib import Path
 
-from asyncrl.deploy.report.acting_facts import MOST_BYTES, newest_picture
 from asyncrl.deploy.report.report_page import facts, report_html
-from asyncrl.deploy.report.run_record import RunRecord, read_run
+from asyncrl.deploy.report.run_record import MOST_BYTES, RunRecord, newest_picture, read_run
 from asyncrl.telemetry.samples_file import TRANSITIONS
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ from asyncrl.deploy.report.curve_charts import binned, positions, staleness_hist
 from asyncrl.deploy.report.report_page import facts, report_html, shown_samples
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.run_setup import report_run
-from asyncrl.telemetry.screen.warning_recap import WarningFile
+from asyncrl.telemetry.logs import WarningFile
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recorded_runs import SAMPLE, recorded_run, step

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.config.sections.task_config import TaskConfig
-from asyncrl.deploy.checks.row_lengths import _text
+from asyncrl.deploy.checks.run_prompts import _rendered
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.errors import TaskError
 
@@ -180,7 +180,7 @@ def test_templates_that_read_the_clock_are_given_the_date_of_the_run(
     task = TaskConfig(prompts="p", date=date)
     ids = TokenizerWithStops(tokenizer, (), task.template_arguments).prompt_ids([ASKS])
     assert tokenizer.decode(ids).startswith(wanted)
-    assert len(_text([ASKS], tokenizer.chat_template, task.template_arguments).split(wanted)) == 2
+    assert len(_rendered([ASKS], tokenizer.chat_template, task.template_arguments).split(wanted)) == 2
 
 
 @pytest.mark.parametrize("date", ["2026-13-01", "yesterday", "28.11.2026"])

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_tensors
 from asyncrl.engines.lora.peft_folder import load_adapters, merge, read_adapters, write_adapters
 from asyncrl.errors import ConfigError, WeightsError

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import hf_hub_download
 
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.folder_contents import here
+from asyncrl.deploy.checks.model_checks import here
 from asyncrl.deploy.preflight import preflight
 from asyncrl.engines.models import hub_models
 from asyncrl.engines.models.hub_models import cached_folder, hub_folder, is_hub_name, needed_files

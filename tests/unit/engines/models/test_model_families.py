@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config, TrainingConfig
-from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.deploy.preflight import model_problems
 from asyncrl.engines.acting.networks import Actor, TwinCritics
 from asyncrl.engines.acting.stepping.spaces import ActionSpace, Spaces

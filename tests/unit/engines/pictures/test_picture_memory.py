@@ -13,10 +13,9 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.deploy.checks.generation_memory import KEPT_PICTURES, EngineMemory
-from asyncrl.deploy.checks.memory_needs import TrainedModel, needs
-from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
-from asyncrl.deploy.checks.shared_memory_needs import shared_memory
+from asyncrl.deploy.checks.memory_needs import TrainedModel, needs, shared_memory
+from asyncrl.deploy.checks.run_prompts import RowLengths, measured_lengths
+from asyncrl.deploy.checks.worker_memory import KEPT_PICTURES, EngineMemory
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.model_shape import Shape, shape_of
 from asyncrl.engines.models.model_preparation import demonstrations_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.training.optimizers import kept_numbers
+from asyncrl.config.sections.training_config import kept_numbers
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 

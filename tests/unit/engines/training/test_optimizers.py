@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config, TrainingConfig
-from asyncrl.config.sections.training.optimizers import (
+from asyncrl.config.sections.training_config import (
     OPTIMIZERS,
     OTHER_KEYS,
     UNSUPPORTED,

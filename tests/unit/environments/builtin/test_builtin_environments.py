@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
-from asyncrl.config.sections.environment_config import EnvironmentConfig
+from asyncrl.config.sections.task_config import EnvironmentConfig
 from asyncrl.environments.builtin.calculator import Calculator
 from asyncrl.environments.builtin.guess import HIGHER, LOWER, NO_HINT, NUMBERS, Guess, hinted
 from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load

@@ -11,9 +11,8 @@ from asyncrl.children.code.code_runner import shared_runner
 from asyncrl.children.sandbox import SandboxError
 from asyncrl.children.sandbox.bubblewrap import UNCONFINED
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
-from asyncrl.config.sections.children_config import ChildrenConfig
-from asyncrl.config.sections.environment_config import EnvironmentConfig
-from asyncrl.config.sections.fleet_config import FleetConfig
+from asyncrl.config.sections.runtime_config import ChildrenConfig, FleetConfig
+from asyncrl.config.sections.task_config import EnvironmentConfig
 from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError, TaskError

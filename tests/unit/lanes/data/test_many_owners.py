@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.deploy.process.descriptors import WORKERS_DESCRIPTORS
+from asyncrl.deploy.process.local_launcher import WORKERS_DESCRIPTORS
 from asyncrl.errors import LostRows, WireError
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocWire

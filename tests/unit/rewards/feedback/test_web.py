@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from asyncrl.config.sections.feedback_config import FeedbackConfig
+from asyncrl.config.sections.runtime_config import FeedbackConfig
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.rewards.feedback.pairs import RatableAnswer
 from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatingsFile

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.placement import assignment
 from asyncrl.config.schema import Config
-from asyncrl.config.service_placement import assignment
 from asyncrl.config.sources.load_config import read
 from asyncrl.deploy import cli, preflight
-from asyncrl.deploy.checks.placement_plan import budget_problems, unchecked_memory
+from asyncrl.deploy.checks.memory_needs import budget_problems, unchecked_memory
 from asyncrl.engines.model_shape import Shape
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import known_gpus

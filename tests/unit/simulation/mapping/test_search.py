@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.service_placement import assignment
+from asyncrl.config.placement import assignment
 from asyncrl.config.sources.load_config import read
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model import formulas

@@ -11,7 +11,7 @@ import httpx2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from asyncrl.lanes.http_server import HttpServer
-from asyncrl.telemetry.exporters.otlp_spans import SpanExporter
+from asyncrl.telemetry.otlp_spans import SpanExporter
 from asyncrl.telemetry.trace import Tracer
 
 

@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.bound_socket import bound_socket
-from asyncrl.telemetry.exporters.prometheus import EXPORTED, PrometheusExporter
-from asyncrl.telemetry.exporters.scrape_address import read_token
+from asyncrl.telemetry.prometheus import EXPORTED, PrometheusExporter
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus
+from asyncrl.telemetry.sinks import read_token
 
 ROOT = Path(__file__).parents[4]
 TOKEN = "0123456789abcdef"

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.telemetry.screen.bottleneck import LongCurve, ServiceLoad, shares_of, sparkline, workers_of
+from asyncrl.telemetry.bottleneck import LongCurve, ServiceLoad, shares_of, sparkline, workers_of
 
 
 def metrics(**shares: tuple[float, float]) -> dict[str, float]:

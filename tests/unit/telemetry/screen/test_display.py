@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from asyncrl.telemetry.display import SHOWN, LineDisplay, LiveDisplay, LoggedDisplay, open_display, shown
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
+from asyncrl.telemetry.sample_panel import NO_TEXT, SpecialTokens, group_panel, sample_panel
 from asyncrl.telemetry.samples_file import SampleRecord
-from asyncrl.telemetry.screen.display import SHOWN, LineDisplay, LiveDisplay, LoggedDisplay, open_display, shown
-from asyncrl.telemetry.screen.sample_panel import NO_TEXT, SpecialTokens, group_panel, sample_panel
 
 SAMPLE = SampleRecord(
     step=3, incarnation=0, group=5, member=2, attempt=0, prompt="Reverse abc", text="cba [bold]", finish="stop",

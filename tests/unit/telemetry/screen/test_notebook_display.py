@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.telemetry.screen.display import LineDisplay
-from asyncrl.telemetry.screen.notebook_display import NotebookDisplay, open_cell_or_terminal
+from asyncrl.telemetry.display import LineDisplay, NotebookDisplay, open_cell_or_terminal
 
 CONFIG = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 10})
 STEP = {"step": 4, "version": 4, "reward/mean": 0.5, "time/training/busy": 0.9}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.screen.warning_recap import WarningFile, repeated
+from asyncrl.telemetry.logs import WarningFile, repeated
 
 
 def test_each_kind_is_one_line_with_its_count_and_steps(tmp_path: Path) -> None:

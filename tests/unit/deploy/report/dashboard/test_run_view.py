@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.deploy.report.dashboard.line_tail import LineTail
-from asyncrl.deploy.report.dashboard.recorded_samples import PAGE
-from asyncrl.deploy.report.dashboard.run_view import LATE, MAX_POINTS, RunView, binned, state_of
-from asyncrl.deploy.report.dashboard.shown_runs import find_runs
+from asyncrl.deploy.report.dashboard.recorded_samples import PAGE, LineTail
+from asyncrl.deploy.report.dashboard.shown_runs import LATE, MAX_POINTS, RunView, binned, find_runs, state_of
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus, write_status
@@ -83,8 +81,8 @@ def test_a_file_that_became_shorter_is_read_anew(tmp_path: Path) -> None:
 def test_of_a_large_file_the_end_is_read_and_never_more_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.deploy.report.dashboard.line_tail.FIRST_BYTES", 100)
-    monkeypatch.setattr("asyncrl.deploy.report.dashboard.line_tail.BYTES_AT_ONCE", 60)
+    monkeypatch.setattr("asyncrl.deploy.report.dashboard.recorded_samples.FIRST_BYTES", 100)
+    monkeypatch.setattr("asyncrl.deploy.report.dashboard.recorded_samples.BYTES_AT_ONCE", 60)
     path = tmp_path / "samples.jsonl"
     append(path, *({"a": number} for number in range(1000)))
     tail = LineTail(path)

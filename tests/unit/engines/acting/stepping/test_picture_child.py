@@ -13,7 +13,7 @@ from PIL import Image, ImageSequence
 
 from asyncrl.children.guarded_process import ChildSettings
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
-from asyncrl.config.sections.environment_config import ActingConfig
+from asyncrl.config.sections.task_config import ActingConfig
 from asyncrl.engines.acting.stepping.picture_child import EpisodePictures
 from asyncrl.engines.acting.stepping.picture_server import MOST_FRAMES, MOST_PIXELS
 from tests.unit.engines.acting.scene import ENVIRONMENTS, spaces_of_walk

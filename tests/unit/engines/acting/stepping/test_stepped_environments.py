@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config.sections.environment_config import ActingConfig
+from asyncrl.config.sections.task_config import ActingConfig
 from asyncrl.engines.acting.stepping import stepped_environments
 from asyncrl.engines.acting.stepping.answers import Answers, read_answers
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments

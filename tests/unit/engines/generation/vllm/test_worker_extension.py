@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.generation.vllm.arena_weights import PolicyModel, weights_spec
 from asyncrl.engines.generation.vllm.vllm_generation import ATTACHED
 from asyncrl.engines.generation.vllm.worker_extension import WorkerExtension

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.config.placement import deepspeed_problems
 from asyncrl.config.schema import Config
-from asyncrl.config.service_placement import deepspeed_problems
 from asyncrl.engines.models.model_folder import is_in_parts
 from asyncrl.engines.training.optimizers.deepspeed_engine import refuse_stale_lock
 from asyncrl.engines.training.policy_trainer import PolicyTrainer

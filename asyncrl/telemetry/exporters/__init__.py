@@ -1,1 +1,0 @@
-"""Sends what a run measures to monitoring systems, each an optional extra."""

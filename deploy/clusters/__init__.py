@@ -1,1 +1,0 @@
-"""Starts the hosts of a run on machines that somebody else schedules."""

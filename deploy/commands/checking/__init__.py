@@ -1,1 +1,0 @@
-"""Commands that check a machine, the needs of an experiment, or what a run left."""

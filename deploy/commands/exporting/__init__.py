@@ -1,1 +1,0 @@
-"""Commands that hand the model of a run to others."""

@@ -1,1 +1,0 @@
-"""Commands that show what an experiment is, and start nothing."""

@@ -1,1 +1,0 @@
-"""Commands that help to write an experiment."""

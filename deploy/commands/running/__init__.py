@@ -1,1 +1,0 @@
-"""Commands about a run that goes on."""
