@@ -40,14 +40,13 @@ from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
 from asyncrl.deploy.process.local_launcher import needed_descriptors
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
-from asyncrl.engines.model_shape import shape_of
-from asyncrl.engines.models.model_families import family_problems
+from asyncrl.engines.models.model_families import family_problems, rotation_by_longest_row
 from asyncrl.engines.models.model_folder import context_of_folder, damages, has_chat_template
 from asyncrl.engines.models.model_preparation import name_problems
-from asyncrl.engines.models.row_length import rotation_by_longest_row
+from asyncrl.engines.models.model_shape import shape_of
 from asyncrl.engines.models.scoring_models import scoring_model_folders, scoring_model_problems
 from asyncrl.engines.models.warmed_model_cache import CONTEXT
-from asyncrl.engines.rank_limits import models_of_services, rank_problems
+from asyncrl.engines.ranks.rank_limits import models_of_services, rank_problems
 from asyncrl.environments.loading import EnvironmentSpec, environment_problems
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.bound_socket import bound_socket

@@ -51,9 +51,9 @@ from asyncrl.deploy.process.local_launcher import allow_descriptors
 from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, facts_of, run_fleet
 from asyncrl.deploy.service_specs import worker_count
-from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare, remove_model
+from asyncrl.engines.models.model_shape import shape_of
 from asyncrl.errors import (
     AlgorithmError,
     AsyncrlError,

@@ -7,7 +7,7 @@ from typing import Any
 from asyncrl.config.placement import Placement, rank_layout
 from asyncrl.config.schema import Config, CriticConfig, Scorer
 from asyncrl.config.sections.device_pools import CPU, Device, DevicePlace
-from asyncrl.engines.rank_limits import sampling_ranks
+from asyncrl.engines.ranks.rank_limits import sampling_ranks
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.worker_spec import Origin
 from asyncrl.protocols.rank_layout import Layout

@@ -25,13 +25,11 @@ from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import acting_evaluation_spec, environment_spec, generation_spec, reward_spec
 from asyncrl.engines.acting.stepping.spaces import SPACES
-from asyncrl.engines.models.hub_models import at_noted_commits
 from asyncrl.engines.models.model_families import family_problems
-from asyncrl.engines.models.model_folder import base_folder, exported_version, is_in_parts
-from asyncrl.engines.models.model_preparation import prepare
+from asyncrl.engines.models.model_folder import base_folder, exported_version, is_in_parts, refuse_other_base
+from asyncrl.engines.models.model_preparation import at_noted_commits, prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folder
-from asyncrl.engines.models.weights_digest import refuse_other_base
-from asyncrl.engines.rank_limits import rank_problems
+from asyncrl.engines.ranks.rank_limits import rank_problems
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts

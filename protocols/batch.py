@@ -308,7 +308,7 @@ def trajectory_columns(turns: int, transcript: int) -> Columns:
 
 def expert_columns(tokens: int, dtype: np.dtype[Any], width: int) -> Columns:
     """Returns what generation stores of the experts of a row: `width` numbers for each token of prompt and response, as
-    asyncrl/engines/experts/record_shape.py has them."""
+    asyncrl/engines/models/model_families.py has them."""
     return {EXPERTS: (dtype, tokens * width)}
 
 

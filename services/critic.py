@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
-from asyncrl.engines.training.batch.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
+from asyncrl.engines.training.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.concurrency import gather
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.engines.experts.record_shape import recorded_columns
+from asyncrl.engines.models.model_families import recorded_columns
 from asyncrl.environments.episode_pool import EpisodePool, Play, Played
 from asyncrl.environments.loading import EnvironmentSpec, contained
 from asyncrl.environments.transcript import (

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from asyncrl.concurrency import gather
 from asyncrl.config.sections.secret import revealed
-from asyncrl.engines.training.batch.contexts import contexts_of
+from asyncrl.engines.training.train_rows import contexts_of
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.protocols.batch import SPANS, BatchRef, RowRef

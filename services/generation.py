@@ -21,16 +21,15 @@ import numpy as np
 from asyncrl.concurrency import next_items
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.experts.record_shape import recorded_columns
-from asyncrl.engines.generation.engine_interface import GenerationEngine
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, GenerationEngine, Key
 from asyncrl.engines.generation.ranked_generation import FollowingGeneration, LeadingEngine
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key
-from asyncrl.engines.generation.stored_sample_engine import StoredSampleEngine
+from asyncrl.engines.generation.torch_engine import StoredSampleEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.turn_requests import ROW, Trajectory, Turn, TurnRequests
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
-from asyncrl.engines.pictures.picture_rows import GroupPictures
-from asyncrl.engines.training.ranks.announcements import Announcements
+from asyncrl.engines.models.model_families import recorded_columns
+from asyncrl.engines.models.picture_rows import GroupPictures
+from asyncrl.engines.ranks.rank_mesh import Announcements
 from asyncrl.environments.loading import answer_role
 from asyncrl.environments.transcript import unfinished_in
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError

@@ -11,12 +11,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from asyncrl.concurrency import start_task
-from asyncrl.engines.pictures.picture_rows import read_pictures
-from asyncrl.engines.pictures.prompt_pictures import PromptPictures
-from asyncrl.engines.training.batch.micro_batches import forward_passes
-from asyncrl.engines.training.batch.train_rows import token_columns
-from asyncrl.engines.training.ranks.announcements import Announcements
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_beside, connect_mesh
+from asyncrl.engines.models.picture_rows import read_pictures
+from asyncrl.engines.models.prompt_pictures import PromptPictures
+from asyncrl.engines.ranks.rank_mesh import Announcements, RankMesh, RankPlace, connect_beside, connect_mesh
+from asyncrl.engines.training.micro_batches import forward_passes
+from asyncrl.engines.training.train_rows import token_columns
 from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace

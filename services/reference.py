@@ -7,13 +7,12 @@ from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.pictures.prompt_pictures import PromptPictures
-from asyncrl.engines.training.batch.micro_batches import experts_of, spans_of, token_ids
-from asyncrl.engines.training.batch.train_rows import token_columns
-from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
-from asyncrl.engines.training.token_logprobs import frozen_logprobs, idle_pass
+from asyncrl.engines.models.model_families import refuse_rotation_by_longest_row
+from asyncrl.engines.models.prompt_pictures import PromptPictures
+from asyncrl.engines.ranks.rank_mesh import RankMesh, own_device
+from asyncrl.engines.training.micro_batches import experts_of, spans_of, token_ids
+from asyncrl.engines.training.models_with_heads import CausalModel, frozen_logprobs, idle_pass, load_causal_model
+from asyncrl.engines.training.train_rows import token_columns
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row

@@ -14,12 +14,12 @@ from asyncrl.concurrency import gather
 from asyncrl.config.schema import MODEL_TERM
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.generation.tokenization import ASSISTANT, TokenizerWithStops
+from asyncrl.engines.models.model_families import refuse_rotation_by_longest_row
 from asyncrl.engines.models.model_folder import context_of_folder
-from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.training.batch.contexts import contexts_of
-from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
+from asyncrl.engines.ranks.rank_mesh import RankMesh, own_device
+from asyncrl.engines.training.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model, refuse_another_tokenizer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
+from asyncrl.engines.training.train_rows import contexts_of
 from asyncrl.errors import RewardError, TaskError
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import WorkerContext

@@ -17,12 +17,12 @@ from asyncrl.engines.acting.acting_trainer import ActingStep, ActingTrainer
 from asyncrl.engines.acting.stepping.spaces import read_spaces
 from asyncrl.engines.acting.transitions import COLUMNS, transition_rows
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.pictures.picture_rows import read_pictures
-from asyncrl.engines.pictures.prompt_pictures import PromptPictures
-from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, train_rows
+from asyncrl.engines.models.picture_rows import read_pictures
+from asyncrl.engines.models.prompt_pictures import PromptPictures
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
+from asyncrl.engines.training.train_rows import batch_digest, columns_of, train_rows
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, StateCopy, copy_of, tensor_digests
 from asyncrl.engines.training.training_step import AdvancingStep, StepOutcome, TrainedPolicy
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused

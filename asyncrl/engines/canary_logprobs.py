@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engines.models.row_length import probe_tokens_needed
+from asyncrl.engines.models.model_families import probe_tokens_needed
 from asyncrl.protocols.messages import Canary
 
 PROBE_TEXT = "The ferry left the harbour at seven, carrying three goats and a piano to the island"

@@ -64,8 +64,8 @@ class BusyService(Service, Busy):
 
     def _training(self) -> Callable[[int], None]:
         """Makes a function that runs one step of the training engine on random rows."""
-        from asyncrl.engines.training.batch.train_rows import TrainRow
         from asyncrl.engines.training.policy_trainer import PolicyTrainer
+        from asyncrl.engines.training.train_rows import TrainRow
         from asyncrl.engines.training.training_step import run_step
 
         engine = PolicyTrainer(self.context.config, self.context.facts.model_dir)

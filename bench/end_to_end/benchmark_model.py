@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.engine_interface import GenerationEngine
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, GenerationEngine
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.turn_requests import Turn

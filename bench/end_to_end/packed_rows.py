@@ -20,9 +20,9 @@ import torch
 from asyncrl.bench.end_to_end.benchmark_model import VOCABULARY, write_model
 from asyncrl.bench.measurements import MachineLoad, at_least, goal_line, in_turn, number, ratios, round_values, table
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 
 GOAL = 1.5

@@ -38,8 +38,8 @@ from asyncrl.bench.measurements import (
     table,
 )
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
-from asyncrl.engines.model_loading import load_pretrained
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.models.model_loading import load_pretrained
 
 PROMPTS = 256
 SHORTEST_PROMPT = 8

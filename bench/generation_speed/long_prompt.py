@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrl.bench.end_to_end.benchmark_model import SPECIAL, VOCABULARY, EndlessEngine
 from asyncrl.bench.measurements import MachineLoad, goal_line
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
+from asyncrl.engines.generation.engine_interface import SampleRequest
 
 LONG_PROMPT = 4096
 PROMPT = 32

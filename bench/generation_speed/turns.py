@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.bench.end_to_end.benchmark_model import SPECIAL, VOCABULARY, EndlessEngine
 from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, round_values, table
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 
 EPISODES = 64
 TURNS = 6

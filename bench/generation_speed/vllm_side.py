@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext

@@ -17,10 +17,10 @@ from asyncrl.bench.end_to_end.benchmark_model import VOCABULARY, EndlessEngine, 
 from asyncrl.bench.generation_speed.benchmark import complete, generate_in_batches
 from asyncrl.bench.gpu.bench_device import BenchDevice, Results
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
-from asyncrl.engines.model_loading import load_pretrained
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.generation.engine_interface import SampleRequest
+from asyncrl.engines.models.model_loading import load_pretrained
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 
 WIDTH = 1024

@@ -121,9 +121,8 @@ def medians(found: Sequence[Mapping[str, float]]) -> Results:
 async def _measured(folder: Path, model: Any, device: str) -> Results:
     """Starts vLLM and gives it versions while it samples. The first one, with which it opens the arena, is not
     counted."""
-    from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments
     from asyncrl.engines.generation.vllm.option_problems import set_environment
-    from asyncrl.engines.generation.vllm.vllm_generation import ATTACHED
+    from asyncrl.engines.generation.vllm.vllm_generation import ATTACHED, engine_arguments
 
     vllm = {} if device == "cpu" else {"gpu_memory_utilization": 0.3}
     generation = {"engine": "vllm", "device": device, "slots": SLOTS, "max_new_tokens": TOKENS, "vllm": vllm}

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from asyncrl.bench.overlap.definitions import forward_flops, loop_mfu
 from asyncrl.deploy.report.run_record import RunRecord, lengths_of
-from asyncrl.engines.model_shape import Shape, shape_of
+from asyncrl.engines.models.model_shape import Shape, shape_of
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import known_gpus
 from asyncrl.telemetry.run_directory import RunDirectory

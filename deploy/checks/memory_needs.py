@@ -36,9 +36,9 @@ from asyncrl.deploy.checks.worker_memory import (
     with_pictures,
 )
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
-from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, shape_of
 from asyncrl.engines.models.model_folder import longest_row
-from asyncrl.engines.pictures.prompt_pictures import picture_columns
+from asyncrl.engines.models.model_shape import BYTES, FLOAT, Shape, shape_of
+from asyncrl.engines.models.prompt_pictures import picture_columns
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
 from asyncrl.lanes.host_id import HostId

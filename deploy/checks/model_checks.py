@@ -10,20 +10,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from safetensors import safe_open
-from asyncrl.config.problems import Problem
-from asyncrl.config.sections.training_config import ModelConfig
-from asyncrl.engines.models.hub_models import cached_folder, is_hub_name, why_not
-from asyncrl.engines.models.model_folder import TOKENIZERS, is_complete, vocabulary, weight_files
-from asyncrl.engines.models.text_marks import Marks, configs_in, json_object, named_ends
-from collections.abc import Iterator
+
 from safetensors import SafetensorError, safe_open
+
+from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.forward.cache_size import ITEM_BYTES, blocks_within, engine_slots
-from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK
-from asyncrl.engines.lora.target_layers import adapted_names
-from asyncrl.engines.model_shape import FLOAT, Shape, layers_of_stage, shape_of
-from asyncrl.engines.models.model_folder import weight_files
+from asyncrl.config.sections.training_config import ModelConfig
+from asyncrl.engines.generation.block_pool import ITEM_BYTES, KV_BLOCK, blocks_within, engine_slots
+from asyncrl.engines.generation.tokenization import Marks, configs_in, json_object, named_ends
+from asyncrl.engines.models.lora_targets import adapted_names
+from asyncrl.engines.models.model_folder import TOKENIZERS, is_complete, vocabulary, weight_files
+from asyncrl.engines.models.model_preparation import cached_folder, is_hub_name, why_not
+from asyncrl.engines.models.model_shape import FLOAT, Shape, layers_of_stage, shape_of
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.weights.version_folder import try_folder
@@ -217,6 +215,7 @@ def unreachable_models(models: Mapping[str, tuple[str, str]]) -> Iterator[Proble
     for key, (name, revision) in models.items():
         if is_offline_mode() and is_hub_name(name) and cached_folder(name, revision) is None:
             yield Problem(key, "", why_not(name, revision, OfflineModeIsEnabled()))
+
 
 # Checks of what a run does with weights, before it starts: their way to generation, and its adapters.
 

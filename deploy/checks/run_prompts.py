@@ -16,12 +16,11 @@ from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.controller.training_run import Questions
 from asyncrl.deploy.checks.model_checks import beyond_embedding, may_end_texts
-from asyncrl.engines.generation.tokenization import NO_TEMPLATE, TokenizerWithStops
+from asyncrl.engines.generation.tokenization import NO_TEMPLATE, TokenizerWithStops, with_clock
 from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder, has_chat_template, is_complete
 from asyncrl.engines.models.model_preparation import demonstrations_of, sees_pictures
-from asyncrl.engines.models.text_marks import with_clock
+from asyncrl.engines.models.prompt_pictures import PatchCounter
 from asyncrl.engines.models.warmed_model_cache import CONTEXT, MERGE, MOST_PIXELS, PATCH
-from asyncrl.engines.pictures.processing import PatchCounter
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.chat_messages import Messages, ends_with_answer

@@ -12,20 +12,16 @@ layer, where `model`, `queries`, `keys` and `inner` are widths:
 """
 
 import math
-from dataclasses import dataclass, replace
-from asyncrl.config.schema import Config, TrainingConfig
-from asyncrl.config.sections.training_config import BUCKET, DeepspeedConfig
-from asyncrl.config.sections.training_config import AnyLayout
-from asyncrl.deploy.checks.run_prompts import RowLengths
-from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
-from asyncrl.engines.pictures.encoder_shape import EncoderShape
-from asyncrl.engines.training.batch.packing_families import WORTH, is_shared, shared_from
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.config.schema import Config
-from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, layers_of_stage
+from asyncrl.config.schema import Config, TrainingConfig
+from asyncrl.config.sections.training_config import BUCKET, AnyLayout, DeepspeedConfig
+from asyncrl.deploy.checks.run_prompts import RowLengths
+from asyncrl.engines.models.model_families import WORTH, is_shared, shared_from
 from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.engines.models.model_shape import BYTES, FLOAT, EncoderShape, Shape, layers_of_stage
 
 NORMS = 6
 FROZEN_NORMS = 4
@@ -340,6 +336,7 @@ def _head_bytes(config: Config, shape: Shape, size: ForwardPass, *, lora: bool) 
     several = size.sampled > chunk and not lora
     again = shape.vocabulary * shape.hidden * FLOAT if several else 0
     return HEAD_COPIES * min(chunk, size.sampled) * shape.vocabulary * FLOAT + again
+
 
 # Estimates the bytes that a worker samples with, and those of a trainer's rank that samples too, phase by phase.
 #

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
-from asyncrl.deploy.checks.machine import gpu_package_problems
 from asyncrl.deploy.checks.machine import (
     IMPORT_DEADLINE,
     Check,
     available_memory,
     check,
+    gpu_package_problems,
     machine_checks,
     size_text,
     usable_cores,
@@ -131,8 +131,7 @@ def _containment_checks(config: "Config") -> Iterator[Check]:
 
 
 def _workers_check(config: "Config") -> Check:
-    from asyncrl.config.placement import Placement
-    from asyncrl.config.placement import ONE_REPLICA
+    from asyncrl.config.placement import ONE_REPLICA, Placement
     from asyncrl.deploy.service_specs import worker_count
 
     workers = worker_count(config)
@@ -160,12 +159,10 @@ def _weights_check(config: "Config") -> Check:
 
 
 def _memory_checks(config: "Config") -> Iterator[Check]:
+    from asyncrl.deploy.checks.memory_needs import longest_token_of, needs, planned_workers, shared_memory
     from asyncrl.deploy.checks.model_checks import here
-    from asyncrl.deploy.checks.memory_needs import needs
-    from asyncrl.deploy.checks.memory_needs import planned_workers
     from asyncrl.deploy.checks.run_prompts import measured_lengths
-    from asyncrl.deploy.checks.memory_needs import longest_token_of, shared_memory
-    from asyncrl.engines.model_shape import shape_of
+    from asyncrl.engines.models.model_shape import shape_of
 
     name = str(here(config.model))
     shape = shape_of(name)

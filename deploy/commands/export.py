@@ -4,21 +4,26 @@ model with --merge. The folder of a critic can be the `critic.model` of another 
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+
+from asyncrl.config.schema import Config
 from asyncrl.config.sources import read
 from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.engines.acting.stepping.spaces import SPACES
-from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, CRITICS, EXPORTED, base_folder, is_in_parts
-from asyncrl.engines.models.text_marks import write_ends
-from asyncrl.engines.models.weights_digest import refuse_other_base
+from asyncrl.engines.generation.tokenization import write_ends
+from asyncrl.engines.models.model_folder import (
+    ADAPTER_CONFIG,
+    CRITICS,
+    EXPORTED,
+    base_folder,
+    is_in_parts,
+    refuse_other_base,
+)
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
-from collections.abc import Iterator
-from asyncrl.config.schema import Config
 from asyncrl.telemetry.jsonl import read_lines
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 
 # Says in an exported folder where its model comes from: a model card, and the base model of adapters.
 
@@ -79,6 +84,7 @@ def _facts(run: RunDirectory, config: Config, model: str, version: int, base: st
         held_out = f"held out, {line['name']}" if line.get("name") else "held out"
         if "mean" in line:
             yield f"| {held_out} | reward {line['mean']:.3f} ± {line['stderr']:.3f} over {line['prompts']} prompts |"
+
 
 POLICY = "policy"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -190,6 +196,6 @@ def _round(source: Path, folder: Path, dtype: str) -> None:
 
 
 def _merge(adapters: Path, base: Path, target: Path) -> None:
-    from asyncrl.engines.lora.peft_folder import merge
+    from asyncrl.engines.models.lora import merge
 
     merge(adapters, base, target)

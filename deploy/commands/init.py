@@ -281,7 +281,7 @@ FOR_CHATS = re.compile(r"instruct|chat|(?<![a-z])it(?![a-z])|qwen3(?!.*base)", r
 def learning_rate(model: str) -> float:
     """Returns the learning rate to begin with, by the size that the folder of a model, or else its name, tells: as
     training.learning_rate advises."""
-    from asyncrl.engines.model_shape import shape_of
+    from asyncrl.engines.models.model_shape import shape_of
 
     model = PACKED.get(model, model)
     shape = shape_of(model)

@@ -9,9 +9,8 @@ from asyncrl.deploy.commands.command_parser import asks_for_usage
 if TYPE_CHECKING:
     from asyncrl.config.problems import Problem
     from asyncrl.config.schema import Config
-    from asyncrl.deploy.checks.memory_needs import MemoryNeed
-    from asyncrl.deploy.checks.memory_needs import PlannedWorker
-    from asyncrl.engines.model_shape import Shape
+    from asyncrl.deploy.checks.memory_needs import MemoryNeed, PlannedWorker
+    from asyncrl.engines.models.model_shape import Shape
 
 USAGE = f"""\
 usage: asyncrl plan NAME|FILE [--section.key value ...]
@@ -26,11 +25,11 @@ def main(arguments: list[str]) -> int:
     if asks_for_usage("plan", USAGE, arguments):
         return 0
     from asyncrl.config.sources import load
-    from asyncrl.deploy.checks.model_checks import here
     from asyncrl.deploy.checks.memory_needs import unchecked_memory
+    from asyncrl.deploy.checks.model_checks import here
     from asyncrl.deploy.preflight import memory_of_run
-    from asyncrl.engines.model_shape import shape_of
-    from asyncrl.engines.rank_limits import models_of_services, rank_problems
+    from asyncrl.engines.models.model_shape import shape_of
+    from asyncrl.engines.ranks.rank_limits import models_of_services, rank_problems
     from asyncrl.errors import ConfigError
 
     config = load(arguments[0], arguments[1:]).config
@@ -63,11 +62,10 @@ def _absent(config: "Config") -> "Iterator[Problem]":
 def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     """Yields the lines to print."""
     from asyncrl.config.placement import ANY_HOST, Placement
-    from asyncrl.deploy.checks.model_checks import here as folder_of
     from asyncrl.deploy.checks.machine import size_text
-    from asyncrl.deploy.checks.memory_needs import planned_workers
+    from asyncrl.deploy.checks.memory_needs import longest_token_of, planned_workers, shared_memory
+    from asyncrl.deploy.checks.model_checks import here as folder_of
     from asyncrl.deploy.checks.run_prompts import measured_lengths
-    from asyncrl.deploy.checks.memory_needs import longest_token_of, shared_memory
     from asyncrl.lanes.host_id import HostId
 
     model = str(folder_of(config.model))

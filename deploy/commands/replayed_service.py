@@ -12,33 +12,30 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import structlog
-from asyncrl.errors import AsyncrlError, DeadlineExceeded
+
+from asyncrl.config.install_hints import program
+from asyncrl.engines.training.train_rows import TrainRow, columns_of, train_rows
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec, load_implementation
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wakeup
+from asyncrl.lanes.data.recorder import LEARNING, REPLAYED, is_whole, read_records, recorded_instances
 from asyncrl.lanes.data.row_fetcher import Cells
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import unlink_run_segments
-from asyncrl.protocols.batch import Array, Batch, BatchRef, SampleName
-from asyncrl.telemetry.state_clock import Occupancy, StateClock
-from asyncrl.telemetry.trace import Tracer
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from asyncrl.config.install_hints import program
-from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of, train_rows
-from asyncrl.errors import ConfigError
-from asyncrl.fleet.worker.worker_spec import WorkerSpec
-from asyncrl.lanes.data.recorder import LEARNING, REPLAYED, is_whole, read_records, recorded_instances
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Cuts, SampleName
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
+from asyncrl.telemetry.state_clock import Occupancy, StateClock
+from asyncrl.telemetry.trace import Tracer
 
 # Finds in a run directory what was recorded, and a state from which it can be replayed.
 
@@ -179,6 +176,7 @@ def steps_from(arguments: Sequence[int | None], recorded: Sequence[int]) -> tupl
         if version is not None and version not in recorded:
             raise ConfigError(f"{flag}: steps {recorded[0] + 1} to {recorded[-1] + 1} are recorded, not {version + 1}")
     return (recorded[0] if first is None else first), (recorded[-1] if last is None else last)
+
 
 Signature = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
 Difference = tuple[str, Any, Any]

@@ -15,8 +15,8 @@ from pathlib import Path
 from transformers.utils import logging
 
 from asyncrl.deploy.commands.replayed_service import RecordedWorker
-from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.worker_spec import WorkerSpec

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.lanes.weights.tensor_spec import DTYPES
 from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceReader

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.lanes.weights.arena import open_reader, open_writer

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.lora.low_rank import attach, published_tensors
+from asyncrl.engines.models.lora import attach, published_tensors
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.lanes.weights.tensor_spec import DTYPES

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.lanes.weights.slot_memory import whole_tensor

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
+from asyncrl.engines.generation.engine_interface import SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from tests.unit.engines.generation.test_agreement_with_training import train_row
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.lanes.weights.slot_memory import block_views, new_block, with_aliases
 from asyncrl.lanes.weights.tensor_spec import spec_of

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.config.sections.training_config import optimizer_table
 from asyncrl.engines.models.model_families import REFUSED, TRAINED
-from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
+from asyncrl.engines.models.prompt_pictures import WITH_PICTURES
 
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()
 

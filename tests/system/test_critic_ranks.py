@@ -22,8 +22,8 @@ from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import service_specs
 from asyncrl.engines.models.tensor_parts import gather_model
-from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import FleetFailed, LostRows
 from asyncrl.fleet.fleet import RunningFleet, running_fleet

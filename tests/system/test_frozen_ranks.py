@@ -22,9 +22,8 @@ from asyncrl.config.schema import Config
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import service_specs
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import load_causal_model, load_score_model
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model, load_score_model
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import RunningFleet, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts

@@ -15,8 +15,7 @@ from asyncrl.controller.journal.audit import audit
 from asyncrl.controller.journal.checkpoints import newest_model
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands.export import export
-from asyncrl.engines.lora.low_rank import attach
-from asyncrl.engines.lora.peft_folder import load_adapters
+from asyncrl.engines.models.lora import attach, load_adapters
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import read_lines
 

@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.deploy.checks.memory_needs import NO_WORKERS, planned_workers, shared_memory
 from asyncrl.deploy.checks.run_prompts import measured_lengths
-from asyncrl.engines.model_shape import shape_of
+from asyncrl.engines.models.model_shape import shape_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import ForkedProgram

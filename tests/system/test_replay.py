@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 CHANGED = """
 import sys
 from asyncrl.deploy import cli
-from asyncrl.engines.training.optimizers.optimizer import Optimizer
+from asyncrl.engines.training.optimizer import Optimizer
 step, calls = Optimizer.step, []
 
 def changed(self, *args, **kwargs):

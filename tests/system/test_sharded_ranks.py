@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.models_with_heads import logprobs_after
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import logprobs_after
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import RunningFleet

@@ -13,11 +13,11 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.run_setup import RunRequest, run
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, Key, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.training.batch.train_rows import TrainRow, ValueTarget, value_targets_of
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.train_rows import TrainRow, ValueTarget, value_targets_of
 from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.objectives.advantages import RewardedCut
 from asyncrl.protocols.seeds import group_seed, member_seed

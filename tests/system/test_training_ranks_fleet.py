@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from asyncrl.config.schema import Config
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
-from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet

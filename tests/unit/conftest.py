@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.protocols.rank_layout import Axis, Layout
 
 PATIENCE = 30.0

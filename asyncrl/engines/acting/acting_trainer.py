@@ -18,8 +18,8 @@ from asyncrl.engines.acting.ppo_learner import PpoLearner
 from asyncrl.engines.acting.sac_learner import SacLearner
 from asyncrl.engines.acting.stepping.spaces import SPACES, Spaces, write_spaces
 from asyncrl.engines.acting.transitions import TransitionRow, joined
-from asyncrl.engines.training.ranks.shards import gather_state
-from asyncrl.engines.training.ranks.weight_gathering import TrainedWeights
+from asyncrl.engines.ranks.shards import gather_state
+from asyncrl.engines.ranks.weight_gathering import TrainedWeights
 from asyncrl.engines.training.trainer_checkpoint import MODEL, StateCopy, read_state, whole_state
 from asyncrl.engines.training.training_step import NOT_FINITE, Lane, StepInParts, StepOutcome, undrawn
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of

@@ -11,8 +11,8 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.acting.networks import Actor
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.transitions import TransitionRow
-from asyncrl.engines.training.optimizers.optimizer import Optimizer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.optimizer import Optimizer
 
 ALONE = RankMesh()
 """The ranks of a trainer with one process."""

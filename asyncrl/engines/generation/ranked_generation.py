@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.engine_interface import EngineLoad
-from asyncrl.engines.generation.scheduling.block_pool import Ints
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
+from asyncrl.engines.generation.block_pool import Ints
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, EngineLoad, Finish, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import RunsTorchEngine, load_engine
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import SampleName

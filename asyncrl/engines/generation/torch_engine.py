@@ -17,9 +17,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,15 +30,8 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import probe_tokens
-from asyncrl.engines.experts.record_shape import RecordShape
-from asyncrl.engines.generation.forward.cache_size import cache_blocks, engine_slots
-from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
-from asyncrl.engines.generation.forward.layer_slices import ALONE, of_stage, refuse_slices
-from asyncrl.engines.generation.forward.llama_fast_path import is_llama_like
-from asyncrl.engines.generation.scheduling.block_memory import BlockMemory
-from asyncrl.engines.generation.scheduling.block_pool import Ints
-from asyncrl.engines.generation.scheduling.running_batch import RunningBatch
-from asyncrl.engines.generation.scheduling.sample_requests import (
+from asyncrl.engines.generation.block_pool import Ints, cache_blocks, engine_slots
+from asyncrl.engines.generation.engine_interface import (
     NO_WEIGHTS,
     Completion,
     Finish,
@@ -46,19 +39,29 @@ from asyncrl.engines.generation.scheduling.sample_requests import (
     SampleRequest,
     refuse_too_long,
 )
+from asyncrl.engines.generation.flat_model import (
+    ALONE,
+    NOTHING,
+    FlatModel,
+    is_llama_like,
+    load_model,
+    of_stage,
+    probe_logprobs,
+    refuse_slices,
+)
+from asyncrl.engines.generation.running_batch import BlockMemory, RunningBatch
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer, end_ids
-from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
-from asyncrl.engines.model_loading import vocabulary_size
-from asyncrl.engines.model_shape import layers_of_stage
-from asyncrl.engines.models.model_families import BY_NEIGHBOURS
+from asyncrl.engines.models.lora import attach, fill_for_probe, published_spec
+from asyncrl.engines.models.model_families import BY_NEIGHBOURS, RecordShape, refuse_rotation_by_longest_row
 from asyncrl.engines.models.model_folder import context_of, longest_row
-from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.pictures.processing import PictureProcessor
-from asyncrl.engines.pictures.prompt_pictures import PromptPictures
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.models.model_loading import vocabulary_size
+from asyncrl.engines.models.model_shape import layers_of_stage
+from asyncrl.engines.models.prompt_pictures import PictureProcessor, PromptPictures
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError, PeerLost, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, Role, WeightsSpec, roles_of
 from asyncrl.protocols.batch import SampleName
+from asyncrl.tasks.stored_samples import read_stored_samples
 
 # Plans what a step computes of sequences in prefill: chunks within a budget, so that no step is long.
 #
@@ -551,3 +554,65 @@ def position_cost(model: Any) -> float:
 def _with_stops(tokenizer: Any, folder: Path, config: Config) -> TokenizerWithStops:
     processor = PictureProcessor.of_folder(folder, config.task.max_picture_pixels)
     return TokenizerWithStops(tokenizer, config.generation.stop, config.task.template_arguments, processor)
+
+
+# An engine that answers with the samples of a file instead of sampling (`generation.stored_samples`).
+
+
+CHECKED_PROMPTS = 32
+"""Prompts of which a sample is decoded, to find tokens of another tokenizer."""
+
+
+class StoredSampleEngine(TorchEngine):
+    """Completes each request at once with a stored sample: its tokens, the log-probs of the policy that sampled them,
+    and the version of the weights now in use, since versions of another run say nothing about this one. The model takes
+    over weights as ever, for the canary and for evaluations elsewhere.
+
+    Raises TaskError for a file that cannot be trained, and ConfigError for tokens of another tokenizer.
+    """
+
+    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS) -> None:
+        super().__init__(folder, config, version)
+        self._stored = read_stored_samples(Path(config.generation.stored_samples), config.task.samples_per_prompt)
+        checked = self._stored.some(CHECKED_PROMPTS)
+        if any(not self.tokenizer.decode(sample.tokens).startswith(sample.text) for sample in checked):
+            path = self._stored.path
+            model = config.model.name
+            raise ConfigError(f"generation.stored_samples: {path} has tokens of another tokenizer than {model}")
+        self._asked: deque[SampleRequest] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._asked)
+
+    @property
+    def active(self) -> bool:
+        return any(self._may_start(request) for request in self._asked)
+
+    def submit(self, *requests: SampleRequest) -> None:
+        refuse_too_long(requests, self._config)
+        for request in requests:
+            self._stored.check(request.prompt)
+        self._asked.extend(requests)
+
+    def step(self) -> list[Completion]:
+        ready = [request for request in self._asked if self._may_start(request)]
+        self._asked = deque(request for request in self._asked if not self._may_start(request))
+        return [self._completion(request) for request in ready]
+
+    def begin_again(self) -> None:
+        self._asked.clear()
+        super().begin_again()
+
+    def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
+        if wanted := set(keys):
+            self._asked = deque(request for request in self._asked if request.key not in wanted)
+        return []
+
+    def _completion(self, request: SampleRequest) -> Completion:
+        group, member, _ = request.key
+        stored = self._stored.sample(request.prompt, group, member)
+        versions = np.full(len(stored.tokens), self.version, np.int32)
+        finish = cast(Finish, stored.finish)
+        asked = replace(request, prompt=stored.prompt, max_new_tokens=len(stored.tokens))
+        return Completion(asked, stored.tokens, stored.logprobs, versions, finish, stored.text)

@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.generation.engine_interface import EngineLoad
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, EngineLoad, Key, SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.lora.peft_folder import read_adapters
+from asyncrl.engines.models.lora import read_adapters
 from asyncrl.errors import Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network

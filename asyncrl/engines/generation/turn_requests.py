@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.tokenization import Message, TokenizerWithStops, TurnRenderer
-from asyncrl.engines.pictures.prompt_pictures import PromptPictures
+from asyncrl.engines.models.prompt_pictures import PromptPictures
 from asyncrl.environments.transcript import (
     CONTEXT,
     FINISH,

@@ -6,13 +6,200 @@ engine's log-probs are those of transformers. docs/models.md has them as tables.
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.engines.experts.record_shape import KEY, REPLAYED
-from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
+from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.engines.models.prompt_pictures import WITH_PICTURES
+from asyncrl.errors import ConfigError
+from asyncrl.protocols.batch import Columns, expert_columns
+
+# The shape of what generation records of the routers for each token, read from a model's config.json, without torch.
+#
+# record of a token layer 0: k numbers of experts | layer 1: k numbers | ... layers with experts only dtype one byte
+# up to 255 experts, else two NONE the largest number of the dtype: nothing is recorded of the token
+
+
+KEY = "training.router_replay"
+REPLAYED = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+"""Families, by `model_type`, whose routers are recorded and replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordShape:
+    """routers: layers with experts. chosen: experts of a token in each of them. experts: of each layer."""
+
+    routers: int
+    chosen: int
+    experts: int
+
+    @property
+    def width(self) -> int:
+        """Returns the numbers recorded for each token."""
+        return self.routers * self.chosen
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype("u1" if self.experts <= 255 else "<i2")
+
+    @property
+    def none(self) -> int:
+        """Returns the number that stands where nothing is recorded."""
+        return int(np.iinfo(self.dtype).max)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Reads the content of a config.json. Raises ConfigError for a model whose routers are not replayed."""
+        family = str(config.get("model_type") or "")
+        if family not in REPLAYED:
+            raise ConfigError(
+                f"{KEY}: the model is of the family {family!r}, and the experts of {', '.join(REPLAYED)} are replayed; "
+                "remove the key"
+            )
+        experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+        plain = set(config.get("mlp_only_layers") or ())
+        step = int(config.get("decoder_sparse_step") or 1)
+        layers = range(int(config["num_hidden_layers"]))
+        routers = sum(layer not in plain and (layer + 1) % step == 0 for layer in layers) if experts else 0
+        return cls(routers, int(config["num_experts_per_tok"]), experts)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Self:
+        """Raises ConfigError as `of`."""
+        return cls.of(json.loads((folder / "config.json").read_bytes()))
+
+
+def recorded_columns(config: Config, folder: Path, tokens: int) -> Columns:
+    """Returns the column of experts of rows with so many tokens, none where nothing is recorded. folder: of the model.
+    Raises ConfigError as `RecordShape.of`."""
+    if not config.training.router_replay:
+        return {}
+    shape = RecordShape.of_folder(folder)
+    return expert_columns(tokens, shape.dtype, shape.width)
+
+
+# Tells which models' experts ranks can share out, from config.json, without torch.
+
+
+def refusal_of_sharing(shape: Mapping[str, Any], ranks: int) -> str:
+    """Returns why so many ranks cannot share out the experts of a model; "" where they can. shape: the content of its
+    config.json."""
+    family = str(shape.get("model_type") or "")
+    experts = int(shape.get("num_local_experts") or shape.get("num_experts") or 0)
+    if family not in REPLAYED or not experts:
+        return (
+            f"ep = {ranks} is not supported for the family {family!r}: ranks share out the experts of "
+            f"{', '.join(REPLAYED)}; write ep = 1, and dp or shard for ranks"
+        )
+    if experts % ranks:
+        divisors = ", ".join(str(each) for each in range(1, experts + 1) if experts % each == 0)
+        return f"ep = {ranks} is not supported for a model with {experts} experts: write one of {divisors}"
+    return ""
+
+
+# Says which models may compute packed rows, and when that is worth it; without torch.
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types of transformers that compute each token from positions that are given and from what attention returns."""
+
+WORTH = 0.92
+"""Tokens of a packed row over those of padded ones above which rows are padded: collecting queries, keys and values of
+segments costs a step of a model of width 256 some 8 %, and wider ones less (`asyncrl-bench packed-rows`)."""
+
+SHARED_ON_DEVICE = 1.0
+"""Length of a prompt over the mean of its answers from which samples share it on a CUDA device. On an H200 a step with
+prompts of a quarter was slower than one that computes them again, at 0.86 of its speed."""
+
+
+def shared_from(device: str) -> float:
+    """Returns the least length of a prompt, over the mean of its answers, that samples share on this kind of device."""
+    return SHARED_ON_DEVICE if device == "cuda" else 0.0
+
+
+def is_shared(prompt: int, answers: int, samples: int, least: float) -> bool:
+    """Returns whether so many samples share a prompt of so many tokens. answers: tokens of all answers together; least:
+    from `shared_from`."""
+    return prompt * samples >= least * answers
+
+
+def can_pack(config: Mapping[str, Any]) -> bool:
+    """Returns whether rows of a model may be packed: its layers attend to all earlier tokens. config: the content of
+    its config.json."""
+    layers = set(config.get("layer_types") or ("full_attention",))
+    sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
+    return config.get("model_type") in FAMILIES and layers == {"full_attention"} and not sliding
+
+
+# Reads from the config.json of a model what it does differently with longer rows.
+#
+# A rotary embedding of the kind "dynamic" or "longrope" takes its frequencies from the longest row of a forward pass
+# once that row passes a length, so that the log-probs of a token depend on the rows beside it. Windows, chunks and
+# other branches begin at a length that the config names; a probe that is shorter never meets them.
+
+
+BY_LONGEST_ROW = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies depend on the longest row of a forward pass."""
+BY_POSITION = ("default", "linear", "yarn", "llama3", "proportional")
+"""Kinds whose frequencies are the same for every row, so that their original length begins no branch."""
+THRESHOLDS = ("window", "chunk", "original_max_position", "floor_scale")
+"""Parts of the names of keys that hold a length at which a model begins to compute differently."""
+
+
+def refuse_rotation_by_longest_row(folder: Path, config: Config, key: str = "model.name") -> None:
+    """Raises ConfigError with what `rotation_by_longest_row` finds. key: of the config, names the model."""
+    if found := rotation_by_longest_row(folder, config):
+        raise ConfigError(f"{key}: {found}")
+
+
+def rotation_by_longest_row(folder: Path, config: Config) -> str | None:
+    """Describes why rows of this run would change each other's log-probs, and what to write; None when they do not."""
+    path = folder / "config.json"
+    longest = longest_row(config)
+    shape = json.loads(path.read_bytes()) if path.exists() else {}
+    for kind, original in _rotations(shape):
+        if kind in BY_LONGEST_ROW and longest > original:
+            return (
+                f"{folder} has rotary embeddings of the kind {kind!r}, whose frequencies follow the longest row of a "
+                f"forward pass once it passes {original} tokens, so rows would change each other's log-probs; a prompt "
+                f"with its answer may have {longest} here: write task.max_prompt_tokens and generation.max_new_tokens "
+                f"with a sum of at most {original}, or take another model"
+            )
+    return None
+
+
+def probe_tokens_needed(shape: Mapping[str, Any], least: int, longest: int) -> int:
+    """Returns the tokens of a probe that goes beyond every length below `longest` at which this model may begin to
+    compute differently, at least `least`. shape: the contents of config.json."""
+    thresholds = [length for length in _thresholds(shape) if length < longest]
+    return min(max([least, *(length + least for length in thresholds)]), max(least, longest))
+
+
+def _rotations(shape: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yields kind and original length of every rotary embedding; a model may have one for each type of layer."""
+    shape = shape.get("text_config") or shape
+    described = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    for each in (described, *(part for part in described.values() if isinstance(part, Mapping))):
+        if kind := each.get("rope_type", each.get("type")):
+            known = shape.get("max_position_embeddings") or 0
+            trained = each.get("original_max_position_embeddings") or shape.get("original_max_position_embeddings")
+            yield kind, int(known if kind == "dynamic" else trained or known)
+
+
+def _thresholds(shape: Mapping[str, Any]) -> Iterator[int]:
+    unread = ["original_max_position"] if shape.get("rope_type", shape.get("type")) in BY_POSITION else []
+    unread += ["window"] if shape.get("use_sliding_window") is False else []
+    for name, value in shape.items():
+        if isinstance(value, Mapping):
+            yield from _thresholds(value)
+        elif type(value) is int and any(part in name for part in THRESHOLDS) and not any(u in name for u in unread):
+            yield value
+
 
 WINDOW = "sliding windows"
 TRAINED: Mapping[str, str] = {

@@ -9,7 +9,6 @@ from safetensors import safe_open
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.hub_models import cached_folder, hub_folder, is_hub_name
 from asyncrl.engines.models.model_folder import (
     TOKENIZERS,
     chat_template_of,
@@ -21,6 +20,7 @@ from asyncrl.engines.models.model_folder import (
     vocabulary,
     weight_files,
 )
+from asyncrl.engines.models.model_preparation import cached_folder, hub_folder, is_hub_name
 from asyncrl.errors import ConfigError
 
 HEADS = ("score", "classifier")

@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from asyncrl.engines.models.picture_input import PictureInput, picture_layout
+from asyncrl.engines.models.prompt_pictures import PictureProcessor
 from asyncrl.engines.models.warmed_model_cache import BATCH, CONTEXT, EYES, MERGE, MOST_PIXELS, PATCH
 from asyncrl.engines.models.warmed_up_model import IGNORED, Show, build_tokenizer, fit
-from asyncrl.engines.pictures.model_input import PictureInput, picture_layout
-from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.tasks.builtin.words import Demonstrations
 
 PICTURE = "<picture>"

@@ -13,17 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.training.batch.contexts import Spans
-from asyncrl.engines.training.batch.masking import MaskedRow
-from asyncrl.engines.training.batch.micro_batches import lay_out_rows, live_rows, live_values, split_by_row
-from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, ValueTarget
+from asyncrl.engines.models.model_families import refuse_rotation_by_longest_row
+from asyncrl.engines.ranks.rank_mesh import RankMesh, own_device
+from asyncrl.engines.ranks.shards import HeldModel
+from asyncrl.engines.training.micro_batches import MaskedRow, lay_out_rows, live_rows, live_values, split_by_row
 from asyncrl.engines.training.models_with_heads import load_value_model
-from asyncrl.engines.training.optimizers.optimizer import Optimizer
-from asyncrl.engines.training.ranks.gradients import check_same
-from asyncrl.engines.training.ranks.held_parts import HeldModel
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
-from asyncrl.engines.training.token_advantages import token_advantages
+from asyncrl.engines.training.optimizer import Optimizer, check_same
+from asyncrl.engines.training.policy_loss import token_advantages
+from asyncrl.engines.training.train_rows import REWARD, Ids, Spans, TrainRow, ValueTarget
 from asyncrl.engines.training.trainer_checkpoint import (
     MODEL,
     TRAINER,
@@ -35,7 +32,7 @@ from asyncrl.engines.training.trainer_checkpoint import (
 )
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.errors import ConfigError
-from asyncrl.objectives.value_loss import explained_variance, value_loss
+from asyncrl.objectives.losses import explained_variance, value_loss
 
 SUMS = ("tokens", "loss", "clipped", "value", "return", "return_squares", "error", "error_squares", "staleness")
 

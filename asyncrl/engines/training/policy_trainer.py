@@ -1,9 +1,10 @@
 """The trainer of the policy and its step: any causal language model of transformers, one device per rank."""
 
+import json
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,32 +16,42 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance, canary_of, probe_tokens
-from asyncrl.engines.lora.low_rank import attach, base_model, published_spec, published_tensors
-from asyncrl.engines.lora.peft_folder import load_adapters
-from asyncrl.engines.models.model_folder import longest_row
-from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.models.weights_digest import weights_digest
-from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
-from asyncrl.engines.training.batch.micro_batches import MicroBatch, micro_batch, micro_batches
-from asyncrl.engines.training.batch.pretraining_batch import load_pretraining, pad_texts, texts_of
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import load_causal_model
-from asyncrl.engines.training.optimizers.optimizer_opening import hold_model, open_optimizer
-from asyncrl.engines.training.policy_loss_terms import LossTerms, broken_rows, policy_loss_terms, second_moment_of
-from asyncrl.engines.training.policy_metrics import PolicyTotals
-from asyncrl.engines.training.ranks.gradients import check_same
-from asyncrl.engines.training.ranks.pipeline import PipelineRank
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
-from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
-from asyncrl.engines.training.token_logprobs import (
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.models.lora import attach, base_model, load_adapters, published_spec, published_tensors
+from asyncrl.engines.models.model_families import refuse_rotation_by_longest_row
+from asyncrl.engines.models.model_folder import context_of, longest_row, weights_digest
+from asyncrl.engines.ranks.pipeline import PipelineRank
+from asyncrl.engines.ranks.rank_mesh import RankMesh, own_device
+from asyncrl.engines.training.micro_batches import (
+    MaskedRow,
+    MicroBatch,
+    ModelRows,
+    lay_out_rows,
+    mask_metrics,
+    micro_batch,
+    micro_batches,
+)
+from asyncrl.engines.training.models_with_heads import (
     frozen_row_logprobs,
     frozen_stage_logprobs,
     head_logprobs,
     idle_pass,
+    load_causal_model,
     logprobs_after,
     run_stages,
     token_logprobs,
 )
+from asyncrl.engines.training.optimizer import check_same
+from asyncrl.engines.training.policy_loss import (
+    LossTerms,
+    PolicyTotals,
+    broken_rows,
+    mean_cost,
+    policy_loss_terms,
+    second_moment_of,
+    set_token_advantages,
+)
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.trainer_checkpoint import (
     MODEL,
     AdaptedModel,
@@ -52,12 +63,75 @@ from asyncrl.engines.training.trainer_checkpoint import (
     write_model,
 )
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
+from asyncrl.engines.training.zero_optimizer import hold_model, open_optimizer
+from asyncrl.errors import TaskError
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
+from asyncrl.objectives.advantages import Multiplier
 from asyncrl.objectives.kl import KlCoefficient
-from asyncrl.objectives.lagrangian import Multiplier
-from asyncrl.objectives.surrogate_losses import row_weights
+from asyncrl.objectives.losses import row_weights
 from asyncrl.protocols.messages import Canary
+from asyncrl.tasks.prompt_rows import drawn_row
+
+# The texts of the pretraining loss, which the policy must not forget: reads them and chooses those of each update.
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainingText:
+    """Holds the token ids of a text. given: context, at least one token. learnt: tokens in the loss, at least one."""
+
+    given: NDArray[np.int64]
+    learnt: NDArray[np.int64]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.given) + len(self.learnt)
+
+
+def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: Any) -> list[PretrainingText]:
+    """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context. Raises
+    TaskError when a prompt cannot be rendered or leaves no room for its answer, or a text has only one token."""
+    longest = longest_row(config, context_of(model_config.to_dict()))
+    chats = TokenizerWithStops(tokenizer, (), config.task.template_arguments)
+    with path.open(encoding="utf-8") as lines:
+        return [
+            _tokenize(json.loads(line), tokenizer, chats, longest, f"task.pretrain, row {row + 1}")
+            for row, line in enumerate(lines)
+        ]
+
+
+def _tokenize(
+    row: dict[str, Any], tokenizer: Any, chats: TokenizerWithStops, longest: int, where: str
+) -> PretrainingText:
+    """Tokenizes a text, of which all tokens but the first are learnt, or a prompt with an answer, which is learnt. An
+    end-of-sequence token follows, unless the row is cut before it."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if "text" in row:
+        ids = np.array([*tokenizer(row["text"])["input_ids"], *end], np.int64)
+        given = 1
+    else:
+        prompt = chats.prompt_ids(row["prompt"])
+        answer = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
+        ids = np.array([*prompt, *answer, *end], np.int64)
+        given = len(prompt)
+    if given == 0 or given >= min(len(ids), longest):
+        raise TaskError(f"{where}: {given} of its {len(ids)} tokens (at most {longest}) are given, none is learnt")
+    return PretrainingText(ids[:given], ids[given:longest])
+
+
+def pad_texts(texts: Sequence[PretrainingText], device: torch.device) -> ModelRows:
+    """Pads texts for the model, which predicts what is learnt."""
+    return lay_out_rows([text.given for text in texts], [text.learnt for text in texts], 1.0, device)
+
+
+def texts_of(texts: Sequence[PretrainingText], config: Config, version: int, update: int) -> list[PretrainingText]:
+    """Returns the texts of one update of the step from `version`, of `task.pretrain_per_step` a step; every text comes
+    once before one repeats. A pure function, so that all ranks and a resumed run choose the same texts."""
+    count = config.task.pretrain_per_step
+    updates = config.training.updates
+    own = range(update * count // updates, (update + 1) * count // updates)
+    return [texts[drawn_row(config.seed, version * count + place, len(texts))] for place in own]
+
 
 RowLogprobs: TypeAlias = list[tuple[MaskedRow, NDArray[np.float32]]]
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils import logging
 
-from asyncrl.engines.model_loading import load_pretrained_classifier
+from asyncrl.engines.models.model_loading import load_pretrained_classifier
 from asyncrl.engines.training.models_with_heads import ValueModel, refuse_another_tokenizer
+from asyncrl.objectives.losses import bradley_terry_loss
 from asyncrl.objectives.pass_at_k import Rate, rate_over
-from asyncrl.objectives.preference_loss import bradley_terry_loss
 from asyncrl.rewards.feedback.pairs import EQUAL, ComparedPrompt, batches
 
 CENTERING = 0.01

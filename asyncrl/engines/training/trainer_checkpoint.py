@@ -31,17 +31,23 @@ from asyncrl.concurrency import start_task
 from asyncrl.config.install_hints import program
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.config.sections.training_config import LoraConfig
-from asyncrl.engines.lora.peft_folder import write_adapters
-from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, INDEX, PARTS, sync_to_disk, weight_files
+from asyncrl.engines.models.lora import write_adapters
+from asyncrl.engines.models.model_folder import (
+    ADAPTER_CONFIG,
+    BASE,
+    INDEX,
+    PARTS,
+    sync_to_disk,
+    weight_files,
+    write_base,
+)
+from asyncrl.engines.models.prompt_pictures import PROCESSOR
 from asyncrl.engines.models.tensor_parts import Kind, part_file, stored_tensors, write_parts
-from asyncrl.engines.models.weights_digest import BASE, write_base
-from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
+from asyncrl.engines.ranks.pipeline import held_tensors
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.shards import Parts, own_part
 from asyncrl.engines.training.models_with_heads import LoadedModel
-from asyncrl.engines.training.optimizers.optimizer import Optimizer, OtherWeights
-from asyncrl.engines.training.ranks.held_parts import Parts
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import own_part
-from asyncrl.engines.training.ranks.stage_weights import held_tensors
+from asyncrl.engines.training.optimizer import Optimizer, OtherWeights
 from asyncrl.errors import ConfigError, JournalError, Refused, WeightsError
 from asyncrl.protocols.messages import Checkpointed
 

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.contexts import padded_sizes
-from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_rows
-from asyncrl.engines.training.batch.micro_batches import micro_batches
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.optimizers.optimizer import Optimizer
-from asyncrl.engines.training.ranks.held_parts import HeldModel
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.weight_gathering import TrainedWeights
+from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
+from asyncrl.engines.ranks.shards import HeldModel
+from asyncrl.engines.ranks.weight_gathering import TrainedWeights
+from asyncrl.engines.training.micro_batches import MaskedRow, mask_counts, mask_rows, micro_batches
+from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.train_rows import TrainRow, padded_sizes
 from asyncrl.engines.training.trainer_checkpoint import StateCopy
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import SampleName

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.engines.model_shape import Shape
+from asyncrl.engines.models.model_shape import Shape
 from asyncrl.errors import ConfigError
 
 WIDE = 2

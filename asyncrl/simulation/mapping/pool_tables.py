@@ -16,7 +16,7 @@ from asyncrl.config.toml_writer import value_text
 from asyncrl.deploy.checks.memory_needs import TrainedModel, frozen_need, generation_need
 from asyncrl.deploy.checks.run_prompts import RowLengths
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
-from asyncrl.engines.rank_limits import layout_refusals
+from asyncrl.engines.ranks.rank_limits import layout_refusals
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.formulas import Degrees
 from asyncrl.simulation.cost_model.model_size import ModelSize

@@ -35,8 +35,8 @@ from asyncrl.bench.measurements import (
 )
 from asyncrl.bench.overhead.benchmark import bound
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch import micro_batches, packed_rows
-from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training import micro_batches, packed_rows
+from asyncrl.engines.training.train_rows import Ids
 
 WORK = "import time; sum(range(20_000_000)); print(time.process_time(), flush=True); input()"
 """Says how many CPU seconds it took, and lives on."""

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.model_shape import described
+from asyncrl.engines.models.model_shape import described
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
-from asyncrl.engines.rank_limits import SPLIT, models_of_services, rank_problems
+from asyncrl.engines.ranks.rank_limits import SPLIT, models_of_services, rank_problems
 
 LLAMA = {
     "model_type": "llama",

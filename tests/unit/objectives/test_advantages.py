@@ -9,16 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.objectives.advantages import (
+    Multiplier,
     RewardedCut,
     batch_advantages,
     batch_normalized,
+    constrained_advantages,
     greedy_baseline,
     group_advantages,
     group_baseline,
     leave_one_out_advantages,
     shuffled,
 )
-from asyncrl.objectives.lagrangian import Multiplier, constrained_advantages
 from asyncrl.objectives.pass_at_k import pass_at_k, rate_over
 
 rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=2, max_size=16)

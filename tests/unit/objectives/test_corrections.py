@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.objectives import corrections, surrogate_losses
+from asyncrl.objectives import corrections, losses
 from asyncrl.objectives.corrections import Level, Rejection, effective_sample_share
 from asyncrl.objectives.ragged import Ragged
 
@@ -28,7 +28,7 @@ def of_rows(values: np.ndarray, how: str) -> np.ndarray:
 def test_a_ratio_is_the_quotient_of_both_probabilities() -> None:
     current = logprobs(0)
     behaviour = logprobs(1)
-    ratio = surrogate_losses.log_ratio(torch.tensor(current), torch.tensor(behaviour))
+    ratio = losses.log_ratio(torch.tensor(current), torch.tensor(behaviour))
     np.testing.assert_allclose(ratio.numpy(), current - behaviour)
 
 
@@ -37,7 +37,7 @@ def test_recomputed_ratio_and_capped_weight_are_the_formula() -> None:
     proximal = logprobs(1)
     behaviour = logprobs(2)
     weight = corrections.capped_weight(torch.tensor(proximal - behaviour), 2.0)
-    ratio = surrogate_losses.log_ratio(torch.tensor(current), torch.tensor(proximal))
+    ratio = losses.log_ratio(torch.tensor(current), torch.tensor(proximal))
     np.testing.assert_allclose(ratio.numpy(), current - proximal)
     np.testing.assert_allclose(weight.numpy(), np.minimum(np.exp(proximal - behaviour), 2.0))
     assert weight.max() == 2.0
@@ -46,7 +46,7 @@ def test_recomputed_ratio_and_capped_weight_are_the_formula() -> None:
 def test_the_proximal_policy_carries_no_gradient() -> None:
     proximal = torch.tensor(logprobs(1), requires_grad=True)
     current = torch.tensor(logprobs(0), requires_grad=True)
-    ratio = surrogate_losses.log_ratio(current, proximal).exp()
+    ratio = losses.log_ratio(current, proximal).exp()
     ratio.sum().backward()
     assert proximal.grad is None
     np.testing.assert_allclose(current.grad.numpy(), ratio.detach().numpy(), rtol=1e-12)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.token_advantages import _moments
-from asyncrl.objectives import corrections, surrogate_losses
+from asyncrl.engines.ranks.rank_mesh import Ranks
+from asyncrl.engines.training.policy_loss import _moments
+from asyncrl.objectives import corrections, losses
 from asyncrl.objectives.advantages import (
     STD_EPSILON,
     RewardedCut,
@@ -29,9 +29,8 @@ from asyncrl.objectives.advantages import (
     token_rewards,
 )
 from asyncrl.objectives.kl import KlCoefficient, KlEstimator, kl_estimate
+from asyncrl.objectives.losses import Aggregation, SurrogateLoss, row_weights, value_loss
 from asyncrl.objectives.ragged import Ragged
-from asyncrl.objectives.surrogate_losses import Aggregation, SurrogateLoss, row_weights
-from asyncrl.objectives.value_loss import value_loss
 
 FILE = Path(__file__).parents[2] / "data" / "rivals" / "values.json"
 VALUES: dict[str, Any] = json.loads(FILE.read_text())
@@ -57,19 +56,19 @@ def ours(name: str, current: torch.Tensor) -> SurrogateLoss:
     log_ratio = current - OLD
     match name:
         case "clip":
-            return surrogate_losses.clipped_loss(log_ratio, A, LOW, HIGH)
+            return losses.clipped_loss(log_ratio, A, LOW, HIGH)
         case "dual clip":
-            return surrogate_losses.clipped_loss(log_ratio, A, LOW, HIGH, VALUES["dual"])
+            return losses.clipped_loss(log_ratio, A, LOW, HIGH, VALUES["dual"])
         case "gspo":
-            return surrogate_losses.clipped_loss(surrogate_losses.sequence_log_ratio(log_ratio, ROWS), A, LOW, HIGH)
+            return losses.clipped_loss(losses.sequence_log_ratio(log_ratio, ROWS), A, LOW, HIGH)
         case "cispo":
-            return surrogate_losses.clipped_weight_loss(log_ratio, current, A, LOW, HIGH)
+            return losses.clipped_weight_loss(log_ratio, current, A, LOW, HIGH)
         case "cispo without a lower bound":
-            return surrogate_losses.clipped_weight_loss(log_ratio, current, A, 1.0, HIGH)
+            return losses.clipped_weight_loss(log_ratio, current, A, 1.0, HIGH)
         case "gmpo":
-            return surrogate_losses.geometric_mean_loss(log_ratio, A, ROWS, 0.4, 0.4)
+            return losses.geometric_mean_loss(log_ratio, A, ROWS, 0.4, 0.4)
         case _:
-            return surrogate_losses.soft_gate_loss(log_ratio, A, 1.0, 1.05)
+            return losses.soft_gate_loss(log_ratio, A, 1.0, 1.05)
 
 
 def assert_same(rival: dict[str, Any], name: str, aggregation: Aggregation, samples: int, *, more: float = 0.0) -> None:

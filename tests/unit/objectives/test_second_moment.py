@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.objectives.surrogate_losses import pushed_away, second_moment_bound
+from asyncrl.objectives.losses import pushed_away, second_moment_bound
 
 
 def alone(values: torch.Tensor) -> torch.Tensor:

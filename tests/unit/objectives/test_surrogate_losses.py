@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.objectives import surrogate_losses
+from asyncrl.objectives import losses
+from asyncrl.objectives.losses import SurrogateLoss
 from asyncrl.objectives.ragged import Ragged
-from asyncrl.objectives.surrogate_losses import SurrogateLoss
 
 LOW = 0.2
 HIGH = 0.28
@@ -65,21 +65,19 @@ Function = Callable[[torch.Tensor], SurrogateLoss]
 PAIRS: dict[str, tuple[Formula, Function]] = {
     "clip": (
         lambda c: clip(np.exp(c - OLD), ADVANTAGES),
-        lambda c: surrogate_losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH),
+        lambda c: losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH),
     ),
-    "dual clip": (dual_clip, lambda c: surrogate_losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH, 3.0)),
+    "dual clip": (dual_clip, lambda c: losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH, 3.0)),
     "gspo": (
         lambda c: clip(np.exp(row_means(c - OLD)), ADVANTAGES),
-        lambda c: surrogate_losses.clipped_loss(
-            surrogate_losses.sequence_log_ratio(c - OLD_TENSOR, ROWS), A, LOW, HIGH
-        ),
+        lambda c: losses.clipped_loss(losses.sequence_log_ratio(c - OLD_TENSOR, ROWS), A, LOW, HIGH),
     ),
-    "gmpo": (gmpo, lambda c: surrogate_losses.geometric_mean_loss(c - OLD_TENSOR, A, ROWS, 0.4, 0.4)),
+    "gmpo": (gmpo, lambda c: losses.geometric_mean_loss(c - OLD_TENSOR, A, ROWS, 0.4, 0.4)),
     "m2po": (
         lambda c: np.where(KEPT, -np.exp(c - OLD) * ADVANTAGES, 0),
-        lambda c: surrogate_losses.kept_ratio_loss(c - OLD_TENSOR, A, torch.tensor(KEPT)),
+        lambda c: losses.kept_ratio_loss(c - OLD_TENSOR, A, torch.tensor(KEPT)),
     ),
-    "sapo": (sapo, lambda c: surrogate_losses.soft_gate_loss(c - OLD_TENSOR, A, 1.0, 1.05)),
+    "sapo": (sapo, lambda c: losses.soft_gate_loss(c - OLD_TENSOR, A, 1.0, 1.05)),
 }
 
 
@@ -112,7 +110,7 @@ def test_what_is_held_is_exactly_what_has_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_clip_high_bounds_rises_and_clip_low_bounds_falls(advantage: float) -> None:
     ratios = torch.tensor([0.5, 1.0, 2.0]).log()
-    found = surrogate_losses.clipped_loss(ratios, torch.full((3,), advantage), LOW, HIGH)
+    found = losses.clipped_loss(ratios, torch.full((3,), advantage), LOW, HIGH)
     expected = [-0.5, -1.0, -(1 + HIGH)] if advantage > 0 else [1 - LOW, 1.0, 2.0]
     torch.testing.assert_close(found.terms, torch.tensor(expected))
 
@@ -135,7 +133,7 @@ def test_a_token_of_weight_0_trains_nothing_and_changes_no_other_where_rows_have
 @pytest.mark.parametrize(("advantage", "held_there"), [(1.0, [False, False, True]), (-1.0, [True, False, False])])
 def test_gmpo_holds_each_side_at_its_own_bound(advantage: float, held_there: list[bool]) -> None:
     log_ratio = torch.tensor([-0.6, 0.1, 0.6])
-    found = surrogate_losses.geometric_mean_loss(log_ratio, torch.full((3,), advantage), Ragged.of([3]), 0.2, 0.5)
+    found = losses.geometric_mean_loss(log_ratio, torch.full((3,), advantage), Ragged.of([3]), 0.2, 0.5)
     bounded = [-0.6, 0.1, 0.5] if advantage > 0 else [-0.2, 0.1, 0.6]
     torch.testing.assert_close(found.terms, torch.full((3,), -advantage * np.exp(np.mean(bounded))))
     assert found.clipped.tolist() == held_there
@@ -144,7 +142,7 @@ def test_gmpo_holds_each_side_at_its_own_bound(advantage: float, held_there: lis
 
 def test_cispo_clips_the_weight_and_leaves_every_token_its_gradient() -> None:
     variable = torch.tensor(CURRENT, requires_grad=True)
-    found = surrogate_losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, HIGH)
+    found = losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, HIGH)
     found.terms.sum().backward()
     weight = np.minimum(np.exp(CURRENT - OLD), 1 + HIGH)
     np.testing.assert_allclose(found.terms.detach().numpy(), -weight * ADVANTAGES * CURRENT, rtol=1e-12)
@@ -156,9 +154,9 @@ def test_cispo_clips_the_weight_and_leaves_every_token_its_gradient() -> None:
 def test_an_unchanged_policy_has_the_gradient_of_reinforce(name: str) -> None:
     variable = torch.tensor(OLD, requires_grad=True)
     if name == "m2po":
-        found = surrogate_losses.kept_ratio_loss(variable - OLD_TENSOR, A, torch.ones(len(OLD), dtype=torch.bool))
+        found = losses.kept_ratio_loss(variable - OLD_TENSOR, A, torch.ones(len(OLD), dtype=torch.bool))
     elif name == "cispo":
-        found = surrogate_losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, 4.0)
+        found = losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, 4.0)
     else:
         found = PAIRS[name][1](variable)
     found.terms.sum().backward()

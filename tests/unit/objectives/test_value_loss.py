@@ -8,7 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.objectives.preference_loss import bradley_terry_loss
+from asyncrl.objectives.losses import (
+    Aggregation,
+    Moments,
+    bradley_terry_loss,
+    explained_variance,
+    row_weights,
+    value_loss,
+)
 from asyncrl.objectives.soft_actor_critic import (
     actor_loss,
     critics_loss,
@@ -16,8 +23,6 @@ from asyncrl.objectives.soft_actor_critic import (
     soft_targets,
     temperature_loss,
 )
-from asyncrl.objectives.surrogate_losses import Aggregation, row_weights
-from asyncrl.objectives.value_loss import Moments, explained_variance, value_loss
 
 
 def tokens(seed: int, count: int = 200) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

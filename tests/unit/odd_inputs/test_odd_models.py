@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.model_loading import load_pretrained
+from asyncrl.engines.models.model_loading import load_pretrained
 from asyncrl.errors import ConfigError
 from tests.unit.odd_inputs.trial import Refused, Trains, check
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.weight_gathering import TrainedWeights
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.weight_gathering import TrainedWeights
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import StepOutcome, gather_keys
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace

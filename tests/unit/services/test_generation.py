@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.generation.scheduling.sample_requests import Completion
+from asyncrl.engines.generation.engine_interface import Completion
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, TaskError, WeightsError
 from asyncrl.fleet.worker.compute_thread import ThreadCompute

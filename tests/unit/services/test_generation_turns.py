@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
-from asyncrl.engines.training.batch.contexts import contexts_of
+from asyncrl.engines.training.train_rows import contexts_of
 from asyncrl.environments.transcript import context_message
 from asyncrl.errors import LostRows, TaskError
 from asyncrl.fleet.worker.compute_thread import ThreadCompute

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.models.picture_rows import read_pictures
+from asyncrl.engines.models.prompt_pictures import PIXELS
 from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, build_picture_tokenizer, save
-from asyncrl.engines.pictures.picture_rows import read_pictures
-from asyncrl.engines.pictures.prompt_pictures import PIXELS
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.messages import PromptGroup

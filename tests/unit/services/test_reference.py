@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.micro_batches import forward_passes
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.micro_batches import forward_passes
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.service import WorkerContext

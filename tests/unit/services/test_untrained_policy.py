@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.services.training import TrainingService
 

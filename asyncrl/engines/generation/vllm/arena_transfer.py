@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from asyncrl.engines.generation.vllm.arena_weights import ARENA
+from asyncrl.engines.generation.vllm.worker_extension import ARENA
 
 
 @dataclass

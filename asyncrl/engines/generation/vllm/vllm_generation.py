@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,22 +22,29 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from asyncrl.engines.generation.engine_interface import EngineLoad
-from asyncrl.engines.generation.scheduling.sample_requests import (
+from asyncrl.config.schema import Config
+from asyncrl.engines.canary_logprobs import PROBE_TOKENS
+from asyncrl.engines.generation.engine_interface import (
     NO_WEIGHTS,
     Completion,
+    EngineLoad,
     Finish,
     Key,
     SampleRequest,
     refuse_too_long,
 )
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer, end_ids
-from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments
-from asyncrl.engines.generation.vllm.option_problems import set_environment, unsupported_heads
-from asyncrl.engines.model_loading import vocabulary_size
+from asyncrl.engines.generation.vllm.option_problems import (
+    BACKEND,
+    cache_tokens,
+    head_width,
+    set_environment,
+    unsupported_heads,
+)
 from asyncrl.engines.models.lean_imports import import_compiler
-from asyncrl.engines.models.model_folder import context_of, refuse_damaged
-from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
+from asyncrl.engines.models.model_families import refuse_rotation_by_longest_row
+from asyncrl.engines.models.model_folder import context_of, longest_row, refuse_damaged
+from asyncrl.engines.models.model_loading import vocabulary_size
 from asyncrl.errors import ConfigError, PeerLost, WeightsError
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import SampleName
@@ -46,6 +53,50 @@ from asyncrl.protocols.seeds import GAMMA
 
 if TYPE_CHECKING:
     from asyncrl.engines.generation.vllm.engine_process import EngineProcess
+
+# The arguments that vLLM is started with: what asyncrl decides, and what `[generation.vllm]` adds.
+
+
+EXTENSION = "asyncrl.engines.generation.vllm.worker_extension.WorkerExtension"
+
+
+def engine_arguments(config: Config, folder: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of AsyncEngineArgs. shape: the contents of the model's config.json, for the size of the
+    cache on CPUs: all slots with the longest row, so that no sample is ever preempted."""
+    generation = config.generation
+    context = context_of(shape)
+    # One token is sampled after the canary, which may be as long as the longest row.
+    rows = max(longest_row(config, context), PROBE_TOKENS) + 1
+    rows = rows if context is None else min(rows, context)
+    arguments: dict[str, Any] = {"enforce_eager": True, "seed": 0, "async_scheduling": False}
+    if generation.device == "cpu":
+        size = cache_bytes(shape, config.model.dtype, rows, generation.slots, generation.layout_tp)
+        arguments["kv_cache_memory_bytes"] = size
+    transfer = {} if generation.device == "cpu" else {"weight_transfer_config": {"backend": BACKEND}}
+    decided = {
+        "model": str(folder),
+        "dtype": config.model.dtype,
+        "max_num_seqs": generation.slots,
+        "tensor_parallel_size": generation.layout_tp,
+        "max_model_len": rows,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "worker_extension_cls": EXTENSION,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    return {**arguments, **generation.vllm, **decided, **transfer}
+
+
+def cache_bytes(shape: Mapping[str, Any], dtype: str, tokens: int, rows: int, processes: int = 1) -> int:
+    """Returns the bytes of keys and values of this many rows of this many tokens, in blocks, with some to spare, in
+    each of the processes that share the heads."""
+    shape = shape.get("text_config") or shape
+    heads = -(-(shape.get("num_key_value_heads") or shape["num_attention_heads"]) // processes)
+    item = {"float32": 4, "bfloat16": 2}[dtype]
+    return int(2 * shape["num_hidden_layers"] * heads * head_width(shape) * item * cache_tokens(tokens, rows))
+
 
 Deliver = Callable[[Sequence[Completion]], None]
 ATTACHED = ("incarnation", "version", "arena", "slot", "digest", "digest_of")

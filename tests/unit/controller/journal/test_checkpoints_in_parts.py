@@ -13,7 +13,7 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.engines.models.tensor_parts import TensorPart
-from asyncrl.engines.training.ranks.held_parts import Parts
+from asyncrl.engines.ranks.shards import Parts
 from asyncrl.engines.training.trainer_checkpoint import StateCopy
 from asyncrl.protocols.messages import Checkpointed
 

@@ -19,9 +19,9 @@ from asyncrl.config.placement import rank_layout
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel
 from asyncrl.deploy.checks.run_prompts import RowLengths
-from asyncrl.engines.model_shape import shape_of
+from asyncrl.engines.models.model_shape import shape_of
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.deploy.checks.torch_memory import NOT_OF_TORCH, held_bytes, most_beside

@@ -15,8 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.model_checks import content_problems
 from asyncrl.deploy.checks.run_prompts import PromptSets, refuse_marks
-from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from asyncrl.engines.models.text_marks import write_ends
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids, write_ends
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_sources import training_prompts
 

@@ -18,12 +18,12 @@ from asyncrl.deploy import cli
 from asyncrl.deploy.checks.memory_needs import MemoryNeed, TrainedModel, needs
 from asyncrl.deploy.checks.run_prompts import RowLengths
 from asyncrl.deploy.checks.worker_memory import GATHERED_BUCKET, Parts
-from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
+from asyncrl.engines.generation.engine_interface import SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.model_shape import PACKAGED, shape_of
+from asyncrl.engines.models.model_shape import PACKAGED, shape_of
+from asyncrl.engines.ranks import weight_gathering
+from asyncrl.engines.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks import weight_gathering
-from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.deploy.checks.torch_memory import NOT_OF_TORCH, held_bytes, most_beside

@@ -25,8 +25,8 @@ from asyncrl.deploy.checks.memory_needs import (
 )
 from asyncrl.deploy.checks.run_prompts import RowLengths, measured_lengths
 from asyncrl.deploy.checks.worker_memory import BYTES_PER_SAMPLED, CHUNK
-from asyncrl.engines.generation.scheduling import block_pool
-from asyncrl.engines.model_shape import PACKAGED, Shape, shape_of
+from asyncrl.engines.generation import block_pool
+from asyncrl.engines.models.model_shape import PACKAGED, Shape, shape_of
 from asyncrl.lanes.data.row_store import LEAST_GROWTH, RowStore, bytes_of_row, range_bytes
 from asyncrl.protocols.batch import reference_columns, sample_columns, token_reward_columns, value_columns
 

@@ -9,8 +9,8 @@ from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import needs
 from asyncrl.deploy.commands.graph import graph
 from asyncrl.deploy.service_specs import service_specs, worker_count
-from asyncrl.engines.model_shape import PACKAGED
-from asyncrl.engines.rank_limits import sampling_ranks
+from asyncrl.engines.models.model_shape import PACKAGED
+from asyncrl.engines.ranks.rank_limits import sampling_ranks
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.rank_layout import Layout
 

@@ -23,13 +23,13 @@ from asyncrl.deploy.checks.worker_memory import (
     pass_bytes,
     stage_bytes,
 )
-from asyncrl.engines.model_shape import FLOAT, shape_of
-from asyncrl.engines.training.batch.packed_rows import pack_rows
-from asyncrl.engines.training.batch.packing_families import shared_from
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.models.model_families import shared_from
+from asyncrl.engines.models.model_shape import FLOAT, shape_of
+from asyncrl.engines.training import optimizer
 from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.packed_rows import pack_rows
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks import gradients
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from tests.unit.deploy.checks.torch_memory import most_beside
 
@@ -148,7 +148,7 @@ def test_the_first_pass_of_an_update_finds_no_gradients_of_earlier_ones(
     groups: int, make_folder: Callable[..., Path]
 ) -> None:
     """Gradients at the end take the most of one group, and activations at the beginning the most of two. Of three, the
-    last is the second pass, which finds all gradients."""
+    last is the second pass, which finds all optimizer."""
     folder = make_folder(hidden_size=256, intermediate_size=512, vocabulary=200)
     chosen = config(task={"prompts": "p", "prompts_per_step": groups, "samples_per_prompt": MEMBERS})
     shape = shape_of(str(folder))
@@ -192,7 +192,7 @@ def test_short_prompts_are_shared_where_the_trainer_shares_them(
 
 
 def test_copies_sum_gradients_in_a_bucket_where_passes_take_less(make_folder: Callable[..., Path]) -> None:
-    assert BUCKET_BYTES == FLOAT * gradients.BUCKET
+    assert BUCKET_BYTES == FLOAT * optimizer.BUCKET
     folder = make_folder(vocabulary=200, hidden_size=512, intermediate_size=4096, num_hidden_layers=2)
     (shape, found), settings = (shape_of(str(folder)), {}), {"gradient_checkpointing": True, "micro_batch_tokens": 96}
     assert shape is not None

@@ -10,12 +10,12 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.model_checks import adapter_problems, cache_problems, layers_of
 from asyncrl.deploy.preflight import preflight
-from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, blocks_for
+from asyncrl.engines.generation.block_pool import KV_BLOCK, blocks_for
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.lora.low_rank import adapted, attach
-from asyncrl.engines.model_loading import load_pretrained
-from asyncrl.engines.model_shape import PACKAGED
+from asyncrl.engines.models.lora import adapted, attach
 from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.engines.models.model_loading import load_pretrained
+from asyncrl.engines.models.model_shape import PACKAGED
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.errors import ConfigError
 from tests.unit.engines.generation.conftest import model_folder as model_folder

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.training_config import BUCKET
 from asyncrl.deploy.checks.memory_needs import OFFLOADED, MemoryNeed, needs
-from asyncrl.engines.model_shape import PACKAGED
+from asyncrl.engines.models.model_shape import PACKAGED
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]
 needs_deepspeed = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from asyncrl.engines.training.ranks.shards import own_part
+from asyncrl.engines.ranks.shards import own_part
 
 NOT_OF_TORCH = ("process", "pixels", "kept by malloc")
 """Parts of a prediction that torch does not allocate."""

@@ -16,7 +16,7 @@ from asyncrl.deploy.checks.memory_needs import (
     planned_workers,
     unchecked_memory,
 )
-from asyncrl.engines.model_shape import PACKAGED
+from asyncrl.engines.models.model_shape import PACKAGED
 from asyncrl.lanes.host_id import HostId
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]

@@ -14,7 +14,7 @@ from asyncrl.config.sources import load
 from asyncrl.deploy import cli
 from asyncrl.deploy.checks.memory_needs import CHECKPOINTS, OFFERED, TAKEN, memory_problems, planned_workers
 from asyncrl.deploy.commands.doctor import experiment_checks
-from asyncrl.engines.model_shape import shape_of
+from asyncrl.engines.models.model_shape import shape_of
 from asyncrl.errors import ConfigError
 from tests.unit.deploy.checks.test_folder_contents import tokenizer
 

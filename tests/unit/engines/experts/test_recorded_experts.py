@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.experts.record_shape import REPLAYED, RecordShape
-from asyncrl.engines.experts.router_replay import WEIGHTS
-from asyncrl.engines.generation.forward.cache_size import GB
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.block_pool import GB
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.turn_requests import Trajectory
+from asyncrl.engines.models.model_families import REPLAYED, RecordShape
+from asyncrl.engines.models.router_replay import WEIGHTS
 from asyncrl.errors import ConfigError
 from tests.unit.engines.generation.conftest import EPISODES, drain, engine_config, requests, small_blocks
 from tests.unit.engines.generation.test_families import CHOSEN, group, tiny_model

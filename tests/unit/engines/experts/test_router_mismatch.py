@@ -12,14 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.experts.record_shape import RecordShape
-from asyncrl.engines.experts.router_replay import WEIGHTS
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
-from asyncrl.engines.training.batch.micro_batches import lay_out_rows
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import CausalModel
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.models.model_families import RecordShape
+from asyncrl.engines.models.router_replay import WEIGHTS
+from asyncrl.engines.training.micro_batches import lay_out_rows
+from asyncrl.engines.training.models_with_heads import CausalModel, token_logprobs
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import token_logprobs
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from tests.unit.engines.experts.test_recorded_experts import engine_of
 from tests.unit.engines.experts.test_router_replay import config_of, rows_of

@@ -11,15 +11,18 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.experts.record_shape import REPLAYED
-from asyncrl.engines.experts.router_replay import WEIGHTS, weights_of
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
-from asyncrl.engines.models.model_families import family_problems
-from asyncrl.engines.training.batch.micro_batches import lay_out_rows
-from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of
-from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.models.model_families import REPLAYED, family_problems
+from asyncrl.engines.models.router_replay import WEIGHTS, weights_of
+from asyncrl.engines.training.micro_batches import lay_out_rows
+from asyncrl.engines.training.models_with_heads import (
+    frozen_logprobs,
+    load_causal_model,
+    logprobs_after,
+    token_logprobs,
+)
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import frozen_logprobs, logprobs_after, token_logprobs
+from asyncrl.engines.training.train_rows import TrainRow, columns_of
 from asyncrl.engines.training.training_step import run_step
 from tests.unit.engines.experts.test_recorded_experts import engine_of
 from tests.unit.engines.generation.conftest import drain, requests

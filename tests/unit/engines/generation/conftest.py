@@ -19,9 +19,8 @@ from transformers import (
 )
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.forward import attention, cache_size, flat_model, kv_cache
-from asyncrl.engines.generation.scheduling import block_memory, block_pool
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation import attention, block_pool, flat_model, running_batch
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_end|>", "<|endoftext|>")
@@ -101,7 +100,7 @@ def make_model(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes KV blocks of 4 positions: they are taken, given back, shared and moved all the time."""
-    for module in (block_pool, block_memory, kv_cache, attention, cache_size, flat_model):
+    for module in (block_pool, running_batch, attention, attention, block_pool, flat_model):
         monkeypatch.setattr(module, "KV_BLOCK", 4)
 
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 
 Drain = Callable[..., dict[Any, Completion]]

@@ -20,11 +20,10 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.engines.generation.engine_interface import GenerationEngine
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, GenerationEngine, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
-from asyncrl.engines.lora.low_rank import adapted, attach, base_model, published_spec, published_tensors
+from asyncrl.engines.models.lora import adapted, attach, base_model, published_spec, published_tensors
 from asyncrl.errors import PeerLost
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.lanes.weights.arena import open_reader, open_writer
@@ -112,8 +111,8 @@ class VllmEngines:
     model."""
 
     def __init__(self, folder: Path, processes: int) -> None:
-        from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments
         from asyncrl.engines.generation.vllm.option_problems import set_environment
+        from asyncrl.engines.generation.vllm.vllm_generation import engine_arguments
 
         self.lost_in_update = False
         self.shape = json.loads((folder / "config.json").read_text())

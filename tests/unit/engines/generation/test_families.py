@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.generation.flat_model import NOTHING, FlatModel, load_model
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.model_families import TRAINED, family_problems
 from asyncrl.errors import ConfigError

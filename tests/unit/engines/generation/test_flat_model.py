@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from asyncrl.engines.canary_logprobs import PROBE_TEXT, PROBE_TOKENS, probe_tokens
-from asyncrl.engines.generation.forward import llama_fast_path
-from asyncrl.engines.generation.forward.attention import flat_attention
-from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation import flat_model
+from asyncrl.engines.generation.attention import flat_attention
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.generation.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError
 
@@ -155,10 +155,10 @@ def test_a_layer_of_another_kind_is_left_to_the_modules(model_folder: ModelFolde
             return 2 * super().forward(states)
 
     model = load_model(model_folder("llama"), torch.float32, "cpu")
-    assert llama_fast_path.is_llama_like(model)
+    assert flat_model.is_llama_like(model)
     model.model.layers[1].mlp.up_proj.__class__ = Doubled
-    assert not llama_fast_path.is_llama_like(model)
-    assert not llama_fast_path.is_llama_like(load_model(model_folder("llama-gelu"), torch.float32, "cpu"))
+    assert not flat_model.is_llama_like(model)
+    assert not flat_model.is_llama_like(load_model(model_folder("llama-gelu"), torch.float32, "cpu"))
 
 
 def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pyte
     flat = FlatModel(model, 2, 32, 261)
     flat.verify(PROBED, expected)
     assert flat.fast
-    monkeypatch.setattr(llama_fast_path, "_rotate", lambda states, cosine, sine: states)
+    monkeypatch.setattr(flat_model, "_rotate", lambda states, cosine, sine: states)
     flat.verify(PROBED, expected)
     assert not flat.fast
 

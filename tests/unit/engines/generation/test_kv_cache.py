@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.bench.generation_speed.long_prompt import resident_bytes
-from asyncrl.engines.generation.forward import attention
-from asyncrl.engines.generation.forward.attention import DecodeBlocks, FlatTokens, attend
-from asyncrl.engines.generation.forward.kv_cache import KVCache
-from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, MAX_HOLES, Ints, KeptBlocks
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation import attention
+from asyncrl.engines.generation.attention import DecodeBlocks, FlatTokens, KVCache, attend
+from asyncrl.engines.generation.block_pool import KV_BLOCK, MAX_HOLES, Ints, KeptBlocks
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
 SLOTS = 4

@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.generation.forward.attention import PLAIN, AttentionRule
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.attention import PLAIN, AttentionRule
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.model_loading import load_pretrained
+from asyncrl.engines.models.model_loading import load_pretrained
 from asyncrl.engines.training.critic_trainer import CriticTrainer
-from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.errors import ConfigError
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.generation.scheduling.block_memory import ParkedSequence, ParkedSequences
-from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, BlockTables, blocks_for
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.block_pool import KV_BLOCK, BlockTables, blocks_for
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.generation.running_batch import ParkedSequence, ParkedSequences
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from tests.unit.engines.generation.conftest import EPISODES
 from tests.unit.engines.generation.test_torch_engine import new_weights

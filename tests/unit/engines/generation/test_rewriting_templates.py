@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.scheduling.sample_requests import Completion
+from asyncrl.engines.generation.engine_interface import Completion
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
 from asyncrl.engines.generation.turn_requests import ROW, Trajectory, Turn, TurnRequests
-from asyncrl.engines.training.batch.contexts import contexts_of
+from asyncrl.engines.training.train_rows import contexts_of
 from asyncrl.environments.transcript import context_message, transcript_column
 from asyncrl.errors import TaskError
 from asyncrl.protocols.batch import Batch, Column, RowRef

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.block_pool import KV_BLOCK
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from tests.unit.engines.generation.test_torch_engine import new_weights
 

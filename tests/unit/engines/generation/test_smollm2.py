@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
+from asyncrl.engines.generation.engine_interface import SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.model_preparation import make_model
 

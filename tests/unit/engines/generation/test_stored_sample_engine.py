@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, SampleRequest
-from asyncrl.engines.generation.stored_sample_engine import StoredSampleEngine
-from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, SampleRequest
+from asyncrl.engines.generation.torch_engine import StoredSampleEngine, TorchEngine
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
 from asyncrl.engines.generation.torch_engine import TorchEngine, Truncation
 from asyncrl.engines.generation.turn_requests import Trajectory, TurnRequests

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.lora.low_rank import attach
+from asyncrl.engines.models.lora import attach
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.errors import WeightsError
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.lora.low_rank import adapted, fill_for_probe
+from asyncrl.engines.models.lora import adapted, fill_for_probe
 from asyncrl.engines.training import models_with_heads
-from asyncrl.engines.training.batch.micro_batches import lay_out_rows
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.micro_batches import lay_out_rows
+from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, WeightsError
 from tests.unit.engines.generation.conftest import make_model

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.sections.training_config import LoraConfig
-from asyncrl.engines.lora.low_rank import (
+from asyncrl.engines.models.lora import (
     adapted,
     attach,
     base_model,

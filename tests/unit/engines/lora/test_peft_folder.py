@@ -11,8 +11,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.sections.training_config import LoraConfig
-from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_tensors
-from asyncrl.engines.lora.peft_folder import load_adapters, merge, read_adapters, write_adapters
+from asyncrl.engines.models.lora import (
+    attach,
+    fill_for_probe,
+    load_adapters,
+    merge,
+    published_tensors,
+    read_adapters,
+    write_adapters,
+)
 from asyncrl.errors import ConfigError, WeightsError
 
 IDS = torch.arange(5, 25)[None]

@@ -13,9 +13,15 @@ from huggingface_hub import hf_hub_download
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.model_checks import here
 from asyncrl.deploy.preflight import preflight
-from asyncrl.engines.models import hub_models
-from asyncrl.engines.models.hub_models import cached_folder, hub_folder, is_hub_name, needed_files
-from asyncrl.engines.models.model_preparation import make_model, prepare
+from asyncrl.engines.models import model_preparation
+from asyncrl.engines.models.model_preparation import (
+    cached_folder,
+    hub_folder,
+    is_hub_name,
+    make_model,
+    needed_files,
+    prepare,
+)
 from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.errors import ConfigError
 from tests.hub import FIRST, SECOND, Hub, running_hub
@@ -216,4 +222,4 @@ def test_other_programs_leave_no_half_models(hub: Hub, tmp_path: Path) -> None:
         assert cached_folder(NAME) is None
         (tmp_path / missing).rename(whole / missing)
     assert cached_folder(NAME) == whole
-    assert hub_models.cached_folder("not a name of the hub!") is None
+    assert model_preparation.cached_folder("not a name of the hub!") is None

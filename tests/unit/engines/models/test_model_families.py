@@ -17,9 +17,9 @@ from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.deploy.preflight import model_problems
 from asyncrl.engines.acting.networks import Actor, TwinCritics
 from asyncrl.engines.acting.stepping.spaces import ActionSpace, Spaces
-from asyncrl.engines.lora.low_rank import attach, published_spec
+from asyncrl.engines.models.lora import attach, published_spec
 from asyncrl.engines.models.model_families import REFUSED, TRAINED, family_problems
-from asyncrl.engines.training.optimizers.optimizer import Optimizer
+from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.tensor_spec import Role, roles_of
 from asyncrl.lanes.weights.transports.held_version import ChunkPlan

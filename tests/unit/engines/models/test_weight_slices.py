@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from asyncrl.engines.model_loading import unfilled_model
 from asyncrl.engines.models.model_families import TRAINED
-from asyncrl.engines.models.weight_slices import NotInSlices, sliced_weights
+from asyncrl.engines.models.model_loading import NotInSlices, sliced_weights, unfilled_model
 from tests.unit.engines.generation.test_families import tiny_model
 
 WEIGHTS = "model.safetensors"

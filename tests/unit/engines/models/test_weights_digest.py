@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.row_length import probe_tokens_needed, refuse_rotation_by_longest_row
-from asyncrl.engines.models.weights_digest import BASE, refuse_other_base, weights_digest, write_base
+from asyncrl.engines.models.model_families import probe_tokens_needed, refuse_rotation_by_longest_row
+from asyncrl.engines.models.model_folder import BASE, refuse_other_base, weights_digest, write_base
 from asyncrl.errors import ConfigError
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}

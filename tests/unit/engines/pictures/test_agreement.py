@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.engines.models.model_families import family_problems
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.models.model_loading import load_pretrained
+from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 
 TEMPERATURE = 0.8

@@ -17,13 +17,12 @@ from asyncrl.deploy.checks.memory_needs import TrainedModel, needs, shared_memor
 from asyncrl.deploy.checks.run_prompts import RowLengths, measured_lengths
 from asyncrl.deploy.checks.worker_memory import KEPT_PICTURES, EngineMemory
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.model_shape import Shape, shape_of
+from asyncrl.engines.models import picture_input
 from asyncrl.engines.models.model_preparation import demonstrations_of
+from asyncrl.engines.models.model_shape import EncoderShape, Shape, shape_of
+from asyncrl.engines.models.picture_input import picture_states
+from asyncrl.engines.models.prompt_pictures import PatchCounter, PictureProcessor
 from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, build_picture_tokenizer
-from asyncrl.engines.pictures import model_input
-from asyncrl.engines.pictures.encoder_shape import EncoderShape
-from asyncrl.engines.pictures.model_input import picture_states
-from asyncrl.engines.pictures.processing import PatchCounter, PictureProcessor
 from asyncrl.errors import TaskError
 from asyncrl.tasks.builtin.colours import training
 from tests.unit.deploy.checks.torch_memory import most_beside
@@ -143,7 +142,7 @@ def test_pictures_of_prompts_in_flight_count_where_they_are_sampled() -> None:
     shape = Shape.of(REAL)
     lengths = RowLengths(200, 400, 10, 300)
     assert shape.encoder is not None
-    assert KEPT_PICTURES == model_input.KEPT
+    assert KEPT_PICTURES == picture_input.KEPT
     chosen = config()
     found = EngineMemory(chosen, shape, lengths).rows(largest=False)
     groups = GateConfig.of(chosen).cap

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.model_loading import load_pretrained
-from asyncrl.engines.pictures.processing import PictureProcessor
-from asyncrl.engines.pictures.prompt_pictures import Pictures, PromptPictures
+from asyncrl.engines.models.model_loading import load_pretrained
+from asyncrl.engines.models.prompt_pictures import PictureProcessor, Pictures, PromptPictures
 from asyncrl.errors import ConfigError, TaskError
 
 

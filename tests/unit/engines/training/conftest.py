@@ -23,10 +23,9 @@ from transformers import (
 )
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.train_rows import TrainRow
 
 KNOWN = 50
 HEAD = 64

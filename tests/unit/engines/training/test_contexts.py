@@ -11,13 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.training.batch.contexts import contexts_of, padded_sizes
-from asyncrl.engines.training.batch.micro_batches import lay_out_rows, micro_batches
-from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
-from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.micro_batches import lay_out_rows, micro_batches
+from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.train_rows import TrainRow, contexts_of, padded_sizes
 from asyncrl.engines.training.training_step import Trainer, run_step
 from tests.instruction_count import counting
 

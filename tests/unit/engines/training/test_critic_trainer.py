@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.masking import mask_rows
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.ranks.rank_mesh import Ranks
 from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.micro_batches import mask_rows
+from asyncrl.engines.training.models_with_heads import frozen_logprobs
+from asyncrl.engines.training.policy_loss import set_token_advantages, token_advantages
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.token_advantages import set_token_advantages, token_advantages
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.errors import ConfigError
 

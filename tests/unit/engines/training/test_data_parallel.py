@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.masking import MaskedRow
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.ranks import rank_mesh
+from asyncrl.engines.ranks.rank_mesh import RankMesh, RankPlace, Ranks, backend_of, connect_mesh
+from asyncrl.engines.training import optimizer
+from asyncrl.engines.training.micro_batches import MaskedRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks import gradients, rank_mesh
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, backend_of, connect_mesh
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import StepOutcome, run_step, split_into_updates
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
@@ -36,7 +36,7 @@ PATIENCE = 30.0
 EXCHANGES = """
 import asyncio, sys, torch
 from contextlib import nullcontext
-from asyncrl.engines.training.ranks.rank_mesh import RankPlace, connect_mesh
+from asyncrl.engines.ranks.rank_mesh import RankPlace, connect_mesh
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 rank, meeting = int(sys.argv[1]), RankMeeting()
@@ -208,13 +208,13 @@ def part_row(key: tuple[int, int, int]) -> MaskedRow:
 
 @pytest.mark.parametrize("bucket", [1, 100, 10**9])
 def test_gradients_are_summed_whatever_the_bucket(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "BUCKET", bucket)
+    monkeypatch.setattr(optimizer, "BUCKET", bucket)
     sizes = [(3, 40), (7,), (2, 2), (90,)]
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     given = [torch.randn(size) for size in sizes]
     for parameter, gradient in zip(parameters[:-1], given, strict=False):
         parameter.grad = gradient.clone()
-    gradients.sum_gradients(RankMesh.of_data(Doubling()), parameters)
+    optimizer.sum_gradients(RankMesh.of_data(Doubling()), parameters)
     for parameter, gradient in zip(parameters[:-1], given, strict=False):
         assert torch.equal(parameter.grad, 2 * gradient)
     assert torch.equal(parameters[-1].grad, torch.zeros(90))
@@ -230,9 +230,9 @@ def test_a_bucket_is_free_before_the_next_one_is_made(monkeypatch: pytest.Monkey
             made.append(weakref.ref(values))
             return values
 
-    monkeypatch.setattr(gradients, "BUCKET", 4)
+    monkeypatch.setattr(optimizer, "BUCKET", 4)
     parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)]
-    gradients.sum_gradients(RankMesh.of_data(Watching()), parameters)
+    optimizer.sum_gradients(RankMesh.of_data(Watching()), parameters)
     assert living == [0, 0, 0]
 
 

@@ -11,12 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.training.batch.masking import mask_rows
-from asyncrl.engines.training.batch.micro_batches import forward_passes, lay_out_rows, spans_of, split_by_row
-from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of, train_rows
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.micro_batches import forward_passes, lay_out_rows, mask_rows, spans_of, split_by_row
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.train_rows import TrainRow, columns_of, train_rows
 from asyncrl.engines.training.training_step import StepOutcome, Trainer, run_step
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 

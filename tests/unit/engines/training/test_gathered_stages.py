@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.stage_weights import StageTensor
-from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
+from asyncrl.engines.ranks.pipeline import StageTensor
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.weight_gathering import gather_for_generation
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.rank_layout import Layout

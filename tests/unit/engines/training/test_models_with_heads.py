@@ -11,11 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.engines.training.batch.micro_batches import lay_out_rows
-from asyncrl.engines.training.models_with_heads import load_causal_model, load_score_model, load_value_model
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.micro_batches import lay_out_rows
+from asyncrl.engines.training.models_with_heads import (
+    frozen_logprobs,
+    load_causal_model,
+    load_score_model,
+    load_value_model,
+)
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
 

@@ -19,9 +19,9 @@ from asyncrl.config.sections.training_config import (
     option_mistakes,
 )
 from asyncrl.config.sources import load
-from asyncrl.engines.training.optimizers.optimizer import Optimizer, OtherWeights
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.optimizer import Optimizer, OtherWeights
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import read_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
@@ -180,7 +180,7 @@ def of_an_earlier_version(name: str, monkeypatch: pytest.MonkeyPatch, **roles: A
     """Returns the state of an optimizer that told roles of weights in another way."""
     with monkeypatch.context() as then:
         for key, value in roles.items():
-            then.setattr(f"asyncrl.engines.training.optimizers.optimizer.{key}", value)
+            then.setattr(f"asyncrl.engines.training.optimizer.{key}", value)
         _, optimizer = trained(name)
         return optimizer.saved(optimizer.states())
 

@@ -14,15 +14,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.micro_batches import lay_out_rows, micro_batches
-from asyncrl.engines.training.batch.packed_attention import PackedAttention
-from asyncrl.engines.training.batch.packed_rows import RowSegment, pack_rows
-from asyncrl.engines.training.batch.packing_families import FAMILIES, can_pack
-from asyncrl.engines.training.batch.segment_visibility import TILE, SegmentVisibility
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model, load_value_model
-from asyncrl.engines.training.optimizers.optimizer import Optimizer
-from asyncrl.engines.training.token_logprobs import frozen_logprobs, token_logprobs
+from asyncrl.engines.models.model_families import FAMILIES, can_pack
+from asyncrl.engines.training.micro_batches import lay_out_rows, micro_batches
+from asyncrl.engines.training.models_with_heads import (
+    CausalModel,
+    frozen_logprobs,
+    load_causal_model,
+    load_value_model,
+    token_logprobs,
+)
+from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.packed_rows import PackedAttention, RowSegment, pack_rows
+from asyncrl.engines.training.segment_visibility import TILE, SegmentVisibility
+from asyncrl.engines.training.train_rows import TrainRow
 
 TOLERANCE = 2e-5
 CPU = torch.device("cpu")

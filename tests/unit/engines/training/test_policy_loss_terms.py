@@ -11,14 +11,11 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm_config import PRESETS, AlgorithmConfig
-from asyncrl.engines.training.batch.masking import MaskedRow, mask_rows
-from asyncrl.engines.training.batch.micro_batches import micro_batch
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import load_causal_model
-from asyncrl.engines.training.policy_loss_terms import LossTerms, policy_loss_terms
-from asyncrl.engines.training.policy_metrics import LARGEST, PolicyTotals, mismatch_metrics
+from asyncrl.engines.training.micro_batches import MaskedRow, mask_rows, micro_batch
+from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
+from asyncrl.engines.training.policy_loss import LARGEST, LossTerms, PolicyTotals, mismatch_metrics, policy_loss_terms
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS

@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.engines.training import preference_model
 from asyncrl.engines.training.preference_model import PreferenceModel
-from asyncrl.objectives.preference_loss import bradley_terry_loss
+from asyncrl.objectives.losses import bradley_terry_loss
 from asyncrl.rewards.feedback.pairs import EQUAL, ComparedPrompt, Preference, RatedAnswer
 from tests.unit.letter_model import LETTERS, write_letter_model
 

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.pretraining_batch import texts_of
-from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.policy_trainer import PolicyTrainer, texts_of
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_rows import drawn_row

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.engines.training.batch.masking import mask_rows
-from asyncrl.engines.training.batch.train_rows import TrainRow, batch_digest, train_rows
+from asyncrl.engines.ranks.rank_mesh import DistributedRanks, Ranks
 from asyncrl.engines.training.critic_trainer import CriticTrainer
-from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.micro_batches import mask_rows
+from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
+from asyncrl.engines.training.policy_loss import set_token_advantages, token_advantages
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_group import DistributedRanks, Ranks
-from asyncrl.engines.training.token_advantages import set_token_advantages, token_advantages
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.train_rows import TrainRow, batch_digest, train_rows
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, RowRef
 

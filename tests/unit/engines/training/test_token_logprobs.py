@@ -11,13 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm_config import PRESETS, AlgorithmConfig
-from asyncrl.engines.training.batch.masking import mask_rows
-from asyncrl.engines.training.batch.micro_batches import lay_out_rows, micro_batch, micro_batches
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import load_causal_model
-from asyncrl.engines.training.policy_loss_terms import policy_loss_terms
+from asyncrl.engines.training.micro_batches import lay_out_rows, mask_rows, micro_batch, micro_batches
+from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model, token_logprobs
+from asyncrl.engines.training.policy_loss import policy_loss_terms
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.token_logprobs import frozen_logprobs, token_logprobs
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import asyncrl.engines.training.training_step
-from asyncrl.engines.training.batch.micro_batches import micro_batches
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.micro_batches import micro_batches
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.protocols.messages import LEFT_OUT
 

@@ -17,9 +17,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config, TrainingConfig
-from asyncrl.engines.training.optimizers.optimizer import learning_rate
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.optimizer import learning_rate
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import GIVES_WAY_FROM, NICENESS, HeldCopy, StateCopy, own_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError

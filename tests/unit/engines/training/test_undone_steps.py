@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import StateCopy, tensor_digests
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.messages import CUT_SHORT

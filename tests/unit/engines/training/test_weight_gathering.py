@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.engines.training.ranks import weight_gathering
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.weight_gathering import OwnSlice, WeightGathering
+from asyncrl.engines.ranks import weight_gathering
+from asyncrl.engines.ranks.rank_mesh import Ranks
+from asyncrl.engines.ranks.weight_gathering import OwnSlice, WeightGathering
 from asyncrl.lanes.weights.plan.regrouping import Grouping, Regrouping
 from asyncrl.protocols.rank_layout import Layout
 

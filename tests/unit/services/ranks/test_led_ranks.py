@@ -14,9 +14,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.ranks.announcements import Announcements
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.rank_mesh import Announcements, RankMesh, Ranks
 from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.engines.model_shape import Shape
+from asyncrl.engines.models.model_shape import Shape
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model import formulas
 from asyncrl.simulation.cost_model.formulas import Degrees

@@ -13,7 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources.load_config import read
 from asyncrl.deploy import cli, preflight
 from asyncrl.deploy.checks.memory_needs import budget_problems, unchecked_memory
-from asyncrl.engines.model_shape import Shape
+from asyncrl.engines.models.model_shape import Shape
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import known_gpus
 from asyncrl.simulation.cost_model.model_size import NAMED

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.generation.forward import attention, cache_size, flat_model, kv_cache
-from asyncrl.engines.generation.forward.layer_slices import cut_dims
+from asyncrl.engines.generation import attention, block_pool, flat_model, running_batch
+from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.generation.flat_model import cut_dims
 from asyncrl.engines.generation.ranked_generation import FollowingEngine, LeadingEngine
-from asyncrl.engines.generation.scheduling import block_memory, block_pool
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.errors import PeerLost
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.generation.conftest import engine_config
@@ -42,7 +41,7 @@ Weights = Callable[[int], Mapping[str, Tensor]]
 
 def use_small_blocks() -> None:
     """Makes KV blocks of 4 positions: they are taken, given back, shared and moved all the time."""
-    for module in (block_pool, block_memory, kv_cache, attention, cache_size, flat_model):
+    for module in (block_pool, running_batch, attention, attention, block_pool, flat_model):
         module.KV_BLOCK = 4  # type: ignore[attr-defined]
 
 

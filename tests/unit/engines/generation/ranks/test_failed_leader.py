@@ -12,11 +12,10 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
+from asyncrl.engines.generation.engine_interface import SampleRequest
 from asyncrl.engines.generation.ranked_generation import Call, LeadingEngine
-from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
 from asyncrl.engines.generation.torch_generation import TorchGeneration
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from tests.unit.engines.generation.conftest import engine_config, make_model

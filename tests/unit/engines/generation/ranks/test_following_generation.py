@@ -16,12 +16,12 @@ from torch import Tensor
 
 from asyncrl.concurrency import gather
 from asyncrl.engines.generation import torch_engine
-from asyncrl.engines.generation.forward.flat_model import FlatModel, load_model
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, SampleRequest
+from asyncrl.engines.generation.flat_model import FlatModel, load_model
 from asyncrl.engines.generation.ranked_generation import FollowingEngine, FollowingGeneration, LeadingEngine
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.lanes.control.message_codec import decode, encode

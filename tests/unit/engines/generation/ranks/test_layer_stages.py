@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.engines.model_shape import layers_of_stage
+from asyncrl.engines.models.model_shape import layers_of_stage
 from asyncrl.protocols.distribute_collect import even_parts
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.generation.forward.cache_size import GB
-from asyncrl.engines.generation.forward.layer_slices import cut_dims
+from asyncrl.engines.generation.block_pool import GB
+from asyncrl.engines.generation.flat_model import cut_dims
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from tests.unit.engines.generation.conftest import engine_config, make_model
 from tests.unit.engines.generation.ranks import engine_process

@@ -7,7 +7,7 @@ from uuid import uuid4
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.generation.vllm.arena_weights import ArenaWeights, PolicyModel
+from asyncrl.engines.generation.vllm.worker_extension import ArenaWeights, PolicyModel
 from asyncrl.lanes.weights.arena import Writer, open_writer
 from asyncrl.lanes.weights.tensor_spec import spec_of
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda

@@ -9,7 +9,6 @@ import pytest
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.vllm import option_problems
-from asyncrl.engines.generation.vllm.engine_arguments import cache_bytes, engine_arguments
 from asyncrl.engines.generation.vllm.option_problems import (
     DECIDED,
     OWNER,
@@ -17,6 +16,7 @@ from asyncrl.engines.generation.vllm.option_problems import (
     set_environment,
     vllm_problems,
 )
+from asyncrl.engines.generation.vllm.vllm_generation import cache_bytes, engine_arguments
 
 SHAPE = {"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 2, "max_position_embeddings": 256}
 ARGUMENTS = """

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, SampleRequest
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration, sampling_seed
 from asyncrl.errors import ConfigError, PeerLost, WeightsError
 from asyncrl.protocols.messages import Published

@@ -18,11 +18,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.sections.training_config import LoraConfig
-from asyncrl.engines.generation.vllm.arena_weights import PolicyModel, weights_spec
 from asyncrl.engines.generation.vllm.vllm_generation import ATTACHED
-from asyncrl.engines.generation.vllm.worker_extension import WorkerExtension
-from asyncrl.engines.lora.low_rank import attach, fill_for_probe, merge_adapters, published_spec, published_tensors
-from asyncrl.engines.lora.peft_folder import write_adapters
+from asyncrl.engines.generation.vllm.worker_extension import PolicyModel, WorkerExtension, weights_spec
+from asyncrl.engines.models.lora import (
+    attach,
+    fill_for_probe,
+    merge_adapters,
+    published_spec,
+    published_tensors,
+    write_adapters,
+)
 from asyncrl.lanes.weights.arena import open_writer
 from asyncrl.lanes.weights.tensor_spec import spec_of
 

@@ -16,9 +16,9 @@ import torch
 from asyncrl.config.placement import deepspeed_problems
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import is_in_parts
-from asyncrl.engines.training.optimizers.deepspeed_engine import refuse_stale_lock
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
+from asyncrl.engines.training.zero_optimizer import refuse_stale_lock
 from asyncrl.errors import ConfigError
 from tests.unit.engines.training.optimizers import zero_process
 from tests.unit.engines.training.optimizers.zero_process import STEPS

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.engines.training.optimizers.zero_weights import FlatTensor, own_flat_part
-from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.ranks.rank_mesh import Ranks
+from asyncrl.engines.training.zero_optimizer import FlatTensor, own_flat_part
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 
 

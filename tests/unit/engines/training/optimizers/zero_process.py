@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.optimizers.deepspeed_engine import noted_modules
+from asyncrl.engines.ranks.pipeline import held_tensors
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.stage_weights import held_tensors
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
+from asyncrl.engines.training.zero_optimizer import noted_modules
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.training.ranks.forked_ranks import run_ranks

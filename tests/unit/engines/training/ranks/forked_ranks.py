@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.protocols.rank_layout import Layout
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import PeerLost
 from asyncrl.lanes.weights.slot_memory import fill

@@ -20,13 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.config.schema import Config, GenerationConfig
+from asyncrl.engines.ranks.pipeline import held_tensors, owner_of
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.shards import HeldModel, own_part, own_ranges
+from asyncrl.engines.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.held_parts import HeldModel
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import own_part, own_ranges
-from asyncrl.engines.training.ranks.stage_weights import held_tensors, owner_of
-from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.lanes.weights.slot_memory import fill
 from asyncrl.lanes.weights.tensor_spec import DTYPES

@@ -19,11 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.ranks.rank_mesh import RankMesh, RankPlace, Ranks, connect_beside
+from asyncrl.engines.ranks.shards import own_part
+from asyncrl.engines.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_beside
-from asyncrl.engines.training.ranks.shards import own_part
-from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.training.ranks.forked_ranks import PATIENCE, run_ranks

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.experts.record_shape import RecordShape
-from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.models.model_families import RecordShape
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.shards import own_part
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import own_part
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.trainer_checkpoint import tensor_digests
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.lanes.weights.slot_memory import whole_tensor

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.rank_limits import rank_problems
+from asyncrl.engines.ranks.rank_limits import rank_problems
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.rank_layout import Layout

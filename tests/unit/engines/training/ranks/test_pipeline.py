@@ -11,11 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.ranks.pipeline import keep_stage
+from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.stage_weights import keep_stage
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.rank_layout import Layout

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.micro_batches import lay_out_rows
-from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
+from asyncrl.engines.ranks.parallel_layers import attend_in_slices
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.micro_batches import lay_out_rows
+from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model, own_slice, token_logprobs
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.sequence_parallel import attend_in_slices
-from asyncrl.engines.training.token_logprobs import own_slice, token_logprobs
+from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.distribute_collect import THREE_D_PROTO

@@ -1,1 +1,0 @@
-"""The training batch: samples become rows, masks, micro-batches and padded tensors."""

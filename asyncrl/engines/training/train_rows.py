@@ -1,0 +1,254 @@
+"""Training rows: the columns that an algorithm reads, the rows made of them, and the targets of critics in each row."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+import numpy as np
+from numpy.typing import NDArray
+from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
+from asyncrl.engines.models.prompt_pictures import PromptPictures
+from asyncrl.protocols.batch import EXPERTS, GREEDY, SPANS, TOKEN_REWARDS, Batch, BatchRef, Cuts, RowRef, SampleName
+from asyncrl.rewards.execution.token_rewards import stores_token_rewards, turn_sums
+from collections.abc import Sequence
+from typing import TypeAlias
+from asyncrl.protocols.batch import sampled_places
+
+Ids: TypeAlias = NDArray[np.int64]
+"""Token ids [tokens]."""
+
+REFERENCE = "reference_logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """Holds one sample as training reads it. Arrays are one-dimensional; [tokens] counts sampled tokens only.
+
+    group, member, attempt: identify the sample. prompt_ids [prompt], response_ids [sampled and given tokens]: token
+    ids. logprobs [tokens]: of the engine that sampled, at `temperature`. versions [tokens]: weight version of
+    `incarnation` that sampled each token. reference_logprobs [tokens]: of the frozen reference model, only with a KL
+    term. spans [2 x turns]: of an episode, see `trajectory_columns`; None: all tokens of the response were sampled.
+    truncated: an answer of it is unfinished. advantage: one number for all tokens, or float64 [tokens]; with a critic
+    it is the reward of the sample, of which rewards [tokens] has the parts of turns and single tokens where they came.
+    values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken
+    by then. cost, cost_values, cost_valued_at: the same for the cost. is_shown: the step reports what each token has.
+    experts: that generation chose for all tokens, flat, as record_shape.py has them; None: routers choose. pictures: of
+    the prompt.
+    """
+
+    group: int
+    member: int
+    attempt: int
+    incarnation: int
+    prompt_ids: NDArray[np.int64]
+    response_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int64]
+    advantage: float | NDArray[np.float64]
+    temperature: float = 1.0
+    truncated: bool = False
+    spans: NDArray[np.int32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    valued_at: int = 0
+    rewards: NDArray[np.float64] | None = None
+    cost: float | None = None
+    cost_values: NDArray[np.float32] | None = None
+    cost_valued_at: int = 0
+    pictures: PromptPictures | None = None
+    is_shown: bool = False
+    experts: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        tokens = len(self.response_ids)
+        assert len(self.prompt_ids) > 0, f"sample {self.key} has no prompt token"
+        if self.spans is not None:
+            assert np.abs(self.spans).sum() == tokens, f"sample {self.key}: spans {self.spans} are not {tokens} tokens"
+            tokens = int(self.spans[::2].sum())
+        assert tokens > 0, f"sample {self.key} has no response token"
+        assert len(self.logprobs) == len(self.versions) == tokens, f"sample {self.key}: columns differ in length"
+
+    @property
+    def key(self) -> SampleName:
+        return (self.group, self.member, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTarget:
+    """Names what a critic learns to predict, reward or cost. critic: name of its service, config section, checkpoint
+    folder and metrics prefix. values, valued_at: the columns that it writes."""
+
+    critic: Literal["critic", "cost_critic"]
+    values: str
+    valued_at: str
+
+    def of(self, row: TrainRow) -> tuple[float, NDArray[np.float32], int]:
+        """Returns score and values of a row, and the optimizer steps that the critic had taken when it valued it."""
+        values, valued_at = (row.cost_values, row.cost_valued_at) if self is COST else (row.values, row.valued_at)
+        score = row.cost if self is COST else row.advantage
+        assert values is not None, f"sample {row.key} has no values of the {self.critic}"
+        assert score is not None, f"sample {row.key} has no cost"
+        return float(score), values, valued_at
+
+    def settings(self, config: Config) -> CriticConfig:
+        return config.cost_critic if self is COST else config.critic
+
+
+REWARD = ValueTarget("critic", "values", "valued_at")
+COST = ValueTarget("cost_critic", "cost_values", "cost_valued_at")
+VALUED_AT = (REWARD.valued_at, COST.valued_at)
+OPTIONAL = (REFERENCE, REWARD.values, COST.values, *VALUED_AT, SPANS, EXPERTS)
+
+
+def value_targets_of(algorithm: AlgorithmConfig) -> list[ValueTarget]:
+    """Returns the targets for which the algorithm has a critic."""
+    if algorithm.advantage != "gae":
+        return []
+    return [REWARD] if algorithm.constraint == "none" else [REWARD, COST]
+
+
+def token_columns(config: Config) -> list[str]:
+    """Returns the columns that the forward pass of any model reads."""
+    return ["prompt_ids", "response_ids", *([SPANS] if config.environment.use else [])]
+
+
+def columns_of(config: Config) -> list[str]:
+    """Returns the columns that the algorithm reads."""
+    reference = [REFERENCE] if config.reference_by_service else []
+    targets = value_targets_of(config.algorithm)
+    plain = [*token_columns(config), "logprobs", "versions", *([EXPERTS] if config.training.router_replay else [])]
+    by_token = [TOKEN_REWARDS] if stores_token_rewards(config) else []
+    return [*plain, *reference, *by_token, *(column for each in targets for column in (each.values, each.valued_at))]
+
+
+def train_rows(
+    refs: BatchRef,
+    batch: Batch,
+    temperature: float,
+    shown: Collection[tuple[int, int]] = (),
+    pictures: Sequence[PromptPictures | None] = (),
+) -> list[TrainRow]:
+    """Joins the references of samples with their rows in `batch`, which has the same order, as `pictures` has; without
+    any, no prompt has pictures. shown: see Cuts."""
+    rows = []
+    for index, ref in enumerate(refs):
+        assert ref.advantage is not None, f"sample {ref.key} reached the trainer without an advantage"
+        assert ref.member != GREEDY, f"the greedy answer of group {ref.group} reached the trainer; it is no sample"
+        others: dict[str, Any] = {name: batch[name][index] for name in OPTIONAL if name in batch.columns}
+        others |= {name: int(others[name][0]) for name in VALUED_AT if name in others}
+        rewards = batch[TOKEN_REWARDS][index] if TOKEN_REWARDS in batch.columns else None
+        others |= _by_token(ref, others.get(SPANS), rewards)
+        rows.append(
+            TrainRow(
+                *ref.name,
+                ref.incarnation,
+                prompt_ids=batch["prompt_ids"][index].astype(np.int64),
+                response_ids=batch["response_ids"][index].astype(np.int64),
+                logprobs=batch["logprobs"][index],
+                versions=batch["versions"][index].astype(np.int64),
+                temperature=temperature,
+                truncated=ref.unfinished,
+                cost=ref.cost,
+                pictures=pictures[index] if pictures else None,
+                is_shown=ref.key in shown,
+                **others,
+            )
+        )
+    return rows
+
+
+def _by_token(ref: RowRef, spans: NDArray[np.int32] | None, rewards: NDArray[np.float32] | None) -> dict[str, Any]:
+    """Spreads what is known of turns over their sampled tokens: an advantage over all; to the last of them what the
+    rewards of single tokens lack of the reward of the turn."""
+    found: dict[str, Any] = {"advantage": ref.advantage}
+    if rewards is not None:
+        found["rewards"] = rewards.astype(np.float64)
+    if spans is not None and ref.turn_advantages:
+        found["advantage"] = np.repeat(np.array(ref.turn_advantages, np.float64), spans[::2])
+    if spans is not None and ref.turn_rewards:
+        found.setdefault("rewards", np.zeros(int(spans[::2].sum())))
+        found["rewards"][np.cumsum(spans[::2]) - 1] += ref.turn_rewards - turn_sums(found["rewards"], spans[::2])
+    return found
+
+
+def batch_digest(cuts: Cuts) -> str:
+    """Returns the sha256 (hex) of the samples of a step with their advantages, rewards of turns, and costs."""
+    facts = [(row.name, row.advantage, row.cost, row.turn_advantages, row.turn_rewards) for row in cuts.batch]
+    return hashlib.sha256(repr((cuts.incarnation, cuts.version, facts)).encode()).hexdigest()
+
+# Splits rows into contexts: the conversations of an episode, of which the policy sees one at a time.
+#
+#     row         prompt | sampled | given | sampled || given | sampled
+#     contexts    prompt | sampled | given | sampled
+#                                            prompt  | sampled
+#
+# A model gets each context as a row of its own. The sampled tokens of a row keep their order.
+
+
+Sampled: TypeAlias = Ids | slice
+"""Selects the tokens of a response that the policy sampled; the others were given to it."""
+ALL_SAMPLED = slice(None)
+
+Spans: TypeAlias = NDArray[np.int32] | None
+"""The column `spans` of a row (see `trajectory_columns`); None where each token of the response was sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Holds token ids of a conversation. sampled: which tokens of the response the policy sampled."""
+
+    prompt: Ids
+    response: Ids
+    sampled: Sampled
+
+
+def contexts_of(prompt: Ids, response: Ids, spans: Spans) -> list[Context]:
+    """Returns the contexts of a row, in the order in which they began."""
+    if spans is None:
+        return [Context(prompt, response, ALL_SAMPLED)]
+    found = []
+    begin = 0
+    context = prompt
+    for first, last in _turns_of_contexts(spans):
+        own = spans[2 * first : 2 * last].copy()
+        following = -min(0, int(own[-1]))  # The prompt of the next context.
+        own[-1] = max(0, own[-1])
+        end = begin + int(own.sum())
+        found.append(Context(context, response[begin:end], sampled_places(own)))
+        context = response[end : end + following]
+        begin = end + following
+    return found
+
+
+def are_plain(spans: Sequence[Spans]) -> bool:
+    """Returns whether the policy sampled every token of all these responses, so that each row is one context."""
+    return all(own is None for own in spans)
+
+
+def padded_sizes(prompts: Sequence[int], spans: Sequence[Spans], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Returns the tokens of the longest context of each row, and the number of its contexts. prompts, lengths: tokens
+    of the prompt and of the whole row."""
+    if are_plain(spans):
+        return [*lengths], [1] * len(lengths)
+    longest = []
+    numbers = []
+    for prompt, own, length in zip(prompts, spans, lengths, strict=True):
+        sizes = [length] if own is None or np.all(own >= 0) else _sizes(prompt, own)
+        longest.append(max(sizes))
+        numbers.append(len(sizes))
+    return longest, numbers
+
+
+def _sizes(prompt: int, spans: NDArray[np.int32]) -> list[int]:
+    sizes = []
+    for first, last in _turns_of_contexts(spans):
+        following = -min(0, int(spans[2 * last - 1]))
+        sizes.append(prompt + int(np.abs(spans[2 * first : 2 * last]).sum()) - following)
+        prompt = following
+    return sizes
+
+
+def _turns_of_contexts(spans: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Returns the first turn of each context and the one after its last."""
+    ends = [*(np.flatnonzero(spans[1::2] < 0) + 1).tolist(), len(spans) // 2]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
