@@ -4,25 +4,25 @@ import sys
 from importlib import import_module
 
 BENCHMARKS = {
-    "channels": ("transfer_speed.benchmark", "calls and batches between processes, beside memcpy and other systems"),
-    "lanes": ("control_latency.benchmark", "control calls beside queued work, event loop stalls in a message flood"),
-    "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
-    "packed-rows": ("end_to_end.packed_rows", "a step of packed rows with shared prompts, beside padded rows"),
-    "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
-    "overhead": ("overhead.benchmark", "runtime added to stages that only sleep, and the CPU time of tracing"),
+    "channels": ("transfer_speed.channels", "calls and batches between processes, beside memcpy and other systems"),
+    "lanes": ("control_calls", "control calls beside queued work, event loop stalls in a message flood"),
+    "end-to-end": ("end_to_end", "trained tokens per second, beside TRL and beside synchronous runs"),
+    "packed-rows": ("packed_rows", "a step of packed rows with shared prompts, beside padded rows"),
+    "generation": ("generation_speed", "useful tokens per CPU-second, beside transformers.generate"),
+    "overhead": ("overhead.runtime_cost", "runtime added to stages that only sleep, and the CPU time of tracing"),
     "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
     "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),
     "weights": ("transfer_speed.weight_plans", "the plan of a transfer of weights: bytes, senders, time on links"),
     "transfers": ("transfer_speed.weight_transfers", "weights to another process, beside bare and encrypted sockets"),
     "gpu": ("gpu.benchmark", "weights on a GPU: copies, CUDA memory of processes, NCCL, updates, encodings"),
     "scale": (
-        "overhead.scale.benchmark",
+        "overhead.controller_scale",
         "CPU time of the controller a sample, by samples in flight, workers and ranks",
     ),
     "sandbox": ("overhead.sandbox_throughput", "sandboxed programs a second, beside bare starts of the interpreter"),
     "episodes": ("overhead.episode_throughput", "episodes a second in children, beside the class in one loop"),
     "overlap": (
-        "overlap.comparison.command",
+        "overlap.comparison",
         "of runs, or of an experiment in several modes: overlap, gains, the bottleneck",
     ),
     "diff": ("overlap.run_diff", "of two finished runs: where their steps differ"),

@@ -73,8 +73,8 @@ from asyncrl.fleet.failure_table import MISTAKES
 from asyncrl.fleet.fleet import MOST_WORKERS, ServiceSpec
 from asyncrl.fleet.worker.process_memory import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.tasks.prompt_sources import write_texts
-from asyncrl.tasks.reading.row_files import Rows
 from asyncrl.tasks.reward_trial import try_rewards
+from asyncrl.tasks.row_files import Rows
 from asyncrl.telemetry.display import Display, LoggedDisplay
 from asyncrl.telemetry.jsonl import read_lines, read_metrics
 from asyncrl.telemetry.logs import open_log, repeated

@@ -21,7 +21,7 @@ from asyncrl.protocols.service_contracts import (
     TokenReward,
     Training,
 )
-from asyncrl.rewards.execution.token_rewards import stores_token_rewards
+from asyncrl.rewards.execution.scoring import stores_token_rewards
 
 
 def service_specs(config: Config) -> list[ServiceSpec]:

@@ -36,7 +36,7 @@ from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
 from asyncrl.tasks import held_out_prompts
-from asyncrl.tasks.reading.row_files import Rows
+from asyncrl.tasks.row_files import Rows
 from asyncrl.telemetry.run_directory import RunDirectory, missing_run
 
 NO_SERVICES: Mapping[str, ServiceSpec] = MappingProxyType({})

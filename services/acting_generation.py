@@ -32,8 +32,7 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
-from asyncrl.lanes.weights.selection.transport_opening import open_receiver
-from asyncrl.lanes.weights.transports.interface import WeightReceiver
+from asyncrl.lanes.weights.transports.transport_ends import WeightReceiver, open_receiver
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import group_seed

@@ -22,14 +22,17 @@ from asyncrl.protocols.batch import SPANS, TOKEN_REWARDS, BatchRef, sampled_plac
 from asyncrl.protocols.messages import Score
 from asyncrl.protocols.prompt_row import PackedRow
 from asyncrl.protocols.service_contracts import Reward
-from asyncrl.rewards.execution.child_pool import ChildPool
-from asyncrl.rewards.execution.chosen_functions import FunctionChoice
-from asyncrl.rewards.execution.scoring import score_of
-from asyncrl.rewards.execution.split_pool import SplitPool
+from asyncrl.rewards.execution.child_pool import ChildPool, SplitPool
+from asyncrl.rewards.execution.scoring import (
+    FunctionChoice,
+    GroupBarrier,
+    reward_tokens,
+    score_of,
+    stores_token_rewards,
+    token_rewards,
+)
 from asyncrl.rewards.execution.thread_pool import InProcessPool, named
-from asyncrl.rewards.execution.token_rewards import reward_tokens, stores_token_rewards, token_rewards
 from asyncrl.rewards.functions import FunctionSpec, function_specs, held_out_specs, load, overlong_specs
-from asyncrl.rewards.group_barrier import GroupBarrier
 from asyncrl.rewards.row_cache import RowCache
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
 from asyncrl.rewards.trl_verl_adapters import takes_token_ids

@@ -33,10 +33,8 @@ from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.data.row_file import READY_ROWS, write_rows
 from asyncrl.lanes.data.row_reader import RowPrefetch, run_for_rows
-from asyncrl.lanes.weights.leases import Leases, slot_of
-from asyncrl.lanes.weights.selection.transport_opening import listens, open_sender
-from asyncrl.lanes.weights.transports.interface import WeightSender
-from asyncrl.lanes.weights.update_permit import UpdatePermit
+from asyncrl.lanes.weights.leases import Leases, UpdatePermit, slot_of
+from asyncrl.lanes.weights.transports.transport_ends import WeightSender, listens, open_sender
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain

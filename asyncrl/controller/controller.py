@@ -49,7 +49,7 @@ from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
 from asyncrl.protocols.service_contracts import RUNNING, UNDONE, Training
-from asyncrl.rewards.execution.token_rewards import stores_token_rewards
+from asyncrl.rewards.execution.scoring import stores_token_rewards
 
 # Holds a run back by command: while the switch is on, no group is drawn and no step begins.
 #

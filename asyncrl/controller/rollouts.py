@@ -29,7 +29,7 @@ from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.staleness import live
 from asyncrl.tasks.chat_messages import TOOLS
-from asyncrl.tasks.reading.pictures import with_pictures_read
+from asyncrl.tasks.pictures import with_pictures_read
 
 REMEMBERED_DEAD = 64
 """Dead instances whose rows may still be in a batch that is being trained: far more than die during one step."""

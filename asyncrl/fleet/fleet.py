@@ -35,8 +35,7 @@ from asyncrl.fleet.supervisor import RunningInstance, Supervisor, WorkerSlot
 from asyncrl.fleet.worker.lane_access import Introductions, controller_keys, pair_of_instance
 from asyncrl.fleet.worker.rank_meeting import RankMeetings
 from asyncrl.fleet.worker.worker_spec import NOT_BOUND, Implementation, Origin, RunFacts, WorkerSpec
-from asyncrl.lanes.control.inproc_wire import InprocWire
-from asyncrl.lanes.control.wire import Wire, WireByScheme
+from asyncrl.lanes.control.wire import InprocWire, Wire, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.host_id import FaultDomain
 from asyncrl.lanes.shared_memory import unlink_run_segments

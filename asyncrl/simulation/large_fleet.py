@@ -23,13 +23,13 @@ from asyncrl.fleet.launching.launcher import InprocWorker
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
-from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.service_contracts import Generation, Reference, Reward, Training
+from asyncrl.simulation.fakes.fake_service import quiet
 from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, constant
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-from asyncrl.simulation.fakes.virtual_clock_and_log import quiet
 from asyncrl.simulation.resumable_run import ResumableRun, RunShape
 from asyncrl.simulation.virtual_loop import VirtualLoop, run
 

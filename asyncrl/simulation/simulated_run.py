@@ -22,10 +22,9 @@ from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, 
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.staleness import live
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.fake_service import FakeService, Pace, steady
 from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, stragglers
-from asyncrl.simulation.fakes.scoring import MANY, FakeReference, FakeReward
+from asyncrl.simulation.fakes.scoring import MANY, FakeCritic, FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.resumable_run import ResumableRun, RunShape
 

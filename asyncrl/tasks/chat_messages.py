@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config.written_values import written_or, written_value
 from asyncrl.errors import TaskError
-from asyncrl.tasks.reading.pictures import checked_picture, is_picture
+from asyncrl.tasks.pictures import checked_picture, is_picture
 
 Message = dict[str, Any]
 Messages = str | list[Message]

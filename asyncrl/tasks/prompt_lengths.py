@@ -12,8 +12,8 @@ from typing import Any
 
 from asyncrl.errors import TaskError
 from asyncrl.tasks.chat_messages import TOOLS, Messages
+from asyncrl.tasks.pictures import with_pictures_read
 from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Row
-from asyncrl.tasks.reading.pictures import with_pictures_read
 
 LOOKED_AT = 20_000
 """Rows of a source whose characters are counted, evenly spread; so many rows of a Parquet file take a second."""

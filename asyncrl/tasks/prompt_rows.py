@@ -30,8 +30,8 @@ from asyncrl.tasks.chat_messages import (
     tools_of,
     without_answer,
 )
-from asyncrl.tasks.reading.pictures import has_pictures
-from asyncrl.tasks.reading.row_files import ArrowRows, JoinedRows, located, place_of, unchecked
+from asyncrl.tasks.pictures import has_pictures
+from asyncrl.tasks.row_files import ArrowRows, JoinedRows, located, place_of, unchecked
 
 # Makes plain values of what rows hold, which can be sent to other processes.
 

@@ -21,6 +21,7 @@ from asyncrl.config.sections.secret import revealed
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.chat_messages import Messages, in_one_form, parsed
+from asyncrl.tasks.pictures import has_pictures
 from asyncrl.tasks.prompt_rows import (
     CONVERSATIONS,
     MixedPrompts,
@@ -31,8 +32,7 @@ from asyncrl.tasks.prompt_rows import (
     has_column,
     plain,
 )
-from asyncrl.tasks.reading.pictures import has_pictures
-from asyncrl.tasks.reading.row_files import (
+from asyncrl.tasks.row_files import (
     READERS,
     JoinedRows,
     Rows,

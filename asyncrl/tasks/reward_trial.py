@@ -22,9 +22,8 @@ from asyncrl.children.containment import Containment, containment_of
 from asyncrl.config.schema import Config, RewardConfig, Scorer
 from asyncrl.environments.transcript import POLICY
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, RewardError, TaskError
-from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.child_pool import ChildPool, SplitPool
 from asyncrl.rewards.execution.function_call import ProcessCopies
-from asyncrl.rewards.execution.split_pool import SplitPool
 from asyncrl.rewards.execution.thread_pool import named
 from asyncrl.rewards.functions import FunctionSpec, function_specs, held_out_specs, load
 from asyncrl.rewards.sample import Function, FunctionResult, Sample

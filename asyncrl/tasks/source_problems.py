@@ -18,7 +18,7 @@ from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts, checked_rows
 from asyncrl.tasks.prompt_sources import SOURCE as HUMAN_EVAL
 from asyncrl.tasks.prompt_sources import held_out_prompts, pretraining_rows, training_prompts
-from asyncrl.tasks.reading.row_files import PARQUET, files_of_folder
+from asyncrl.tasks.row_files import PARQUET, files_of_folder
 from asyncrl.tasks.stored_samples import read_stored_samples
 
 READ_AHEAD = 16 * 2**20

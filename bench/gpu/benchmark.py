@@ -14,17 +14,25 @@ from pathlib import Path
 import torch
 
 from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer, NotMeasured, Results
-from asyncrl.bench.gpu.device_copies import arena_transfers, copy_ceiling, host_transfers, strided_boxes
-from asyncrl.bench.gpu.encodings import differences, fp8_blocks
-from asyncrl.bench.gpu.engine_updates import copies_beside_decoding, published_rivals, sharded_gather, update_cost
-from asyncrl.bench.gpu.language_model import sampling, training_step
+from asyncrl.bench.gpu.language_model import sampling, training_step, vllm_pause
 from asyncrl.bench.gpu.nccl_ranks import loop_lag, nccl_on_one_device, nccl_under_mps
 from asyncrl.bench.gpu.shared_memory import cuda_ipc
 from asyncrl.bench.gpu.two_processes import copies_of_another_process, copies_of_another_process_under_mps
-from asyncrl.bench.gpu.vllm_updates import vllm_pause
+from asyncrl.bench.gpu.weights_on_device import (
+    arena_transfers,
+    copies_beside_decoding,
+    copy_ceiling,
+    differences,
+    fp8_blocks,
+    host_transfers,
+    published_rivals,
+    sharded_gather,
+    strided_boxes,
+    update_cost,
+)
 from asyncrl.bench.measurements import number
 from asyncrl.errors import AsyncrlError
-from asyncrl.lanes.weights.transports.cuda.runtime import CupyRuntime
+from asyncrl.lanes.weights.transports.device_arena import CupyRuntime
 
 NOTHING_TO_RUN = 77
 LARGEST = 4 << 30

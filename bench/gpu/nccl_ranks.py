@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results
-from asyncrl.bench.gpu.mps import mps_daemon
+from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results, mps_daemon
 from asyncrl.errors import DeadlineExceeded, PeerLost
-from asyncrl.lanes.weights.transports.collective.communicator import RECEIVER, TRAINER, Backend, OwnerThread
-from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend, nccl_library
+from asyncrl.lanes.weights.transports.communicator import RECEIVER, TRAINER, Backend, OwnerThread
+from asyncrl.lanes.weights.transports.nccl import NcclBackend, nccl_library
 
 SWITCH = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 CTAS = (4, 8, 16)

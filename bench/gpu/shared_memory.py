@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer, NotMeasured, Results
-from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime, CupyRuntime
+from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, CupyRuntime
 
 HANDLES = 290
 """Tensors of a model of half a billion weights, each of which other systems give a handle of its own."""

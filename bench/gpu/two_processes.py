@@ -14,9 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
-from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results, fastest, timer_of
-from asyncrl.bench.gpu.engine_updates import STEPS, decoding
-from asyncrl.bench.gpu.mps import mps_daemon
+from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results, fastest, mps_daemon, timer_of
+from asyncrl.bench.gpu.weights_on_device import STEPS, decoding
 
 DEADLINE = 120.0
 """Seconds for a process to start, and to measure once."""

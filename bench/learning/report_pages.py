@@ -4,16 +4,247 @@ The text of the pages stands in summary_page.md.j2 and tables_page.md.j2; this f
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
 
-from asyncrl.bench.learning.grid import SYNCHRONOUS, Candidate, Claim, Grid, Results, Table
-from asyncrl.bench.learning.plots import TEMPLATES, plots
-from asyncrl.bench.learning.result_cells import Cell, cells, ranking, results_in_grid
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from asyncrl.bench.learning.grid import SYNCHRONOUS, Candidate, Case, Claim, Grid, Line, Results, Table
 from asyncrl.bench.measurements import LOADED, differences, recovered_share, upper_bound
 from asyncrl.config.sources.packaged_experiments import experiments
+
+# Gathers the results of the learning grid into cells, the runs of one row at one limit, from which pages are made.
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Holds the runs of one row at one limit of one task by seed, with their synchronous runs if these exist."""
+
+    row: str
+    limit: int
+    lines: Mapping[int, Line]
+    synchronous: Mapping[int, Line]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [line["held_out"] for line in self.lines.values()]
+
+    @property
+    def costs(self) -> list[float]:
+        """Returns the mean held-out cost of each run with costs."""
+        return [line["cost"] for line in self.lines.values() if line.get("cost") is not None]
+
+    @property
+    def losses(self) -> list[float]:
+        """Returns the loss of held-out reward against the synchronous run, seed by seed."""
+        sides = (self.synchronous, self.lines)
+        return differences(*({seed: line["held_out"] for seed, line in side.items()} for side in sides))
+
+    @property
+    def reached(self) -> int:
+        """Counts the runs that reached the goal."""
+        return sum(line["steps_to_goal"] is not None for line in self.lines.values())
+
+    def to_goal(self, unit: str) -> float:
+        """Returns the median of `steps` or `seconds` to the goal over all runs; infinite if half of them missed it."""
+        found = [line[f"{unit}_to_goal"] for line in self.lines.values()]
+        return float(median(math.inf if each is None else each for each in found))
+
+    @property
+    def pairs(self) -> list[tuple[Line, Line]]:
+        """Returns each run with its synchronous run, if that exists."""
+        return [(line, self.synchronous[seed]) for seed, line in self.lines.items() if seed in self.synchronous]
+
+    @property
+    def time_shares(self) -> list[float]:
+        """Returns the seconds to the goal over those of the synchronous run, for pairs in which both reached it."""
+        times = [[line["seconds_to_goal"] for line in pair] for pair in self.pairs]
+        return [seconds / waited for seconds, waited in times if seconds is not None and waited is not None]
+
+    @property
+    def of_processes(self) -> bool:
+        """Checks that each worker was a process: in a shared process, stages wait for each other."""
+        return all(line["wire"] != "inproc" for line in self.lines.values())
+
+    @property
+    def trained_by_decile(self) -> list[float]:
+        """Returns the mean over seeds; empty if no run was long enough. With a mask or a rejection, only lines with
+        `rejected` count: the others do not hold the tokens that a correction rejects."""
+        complete = [line for line in self.lines.values() if "rejected" in line or not _rejects_tokens(line["values"])]
+        shares = [line["trained_by_decile"] for line in complete if line["trained_by_decile"]]
+        return [fmean(of_decile) for of_decile in zip(*shares, strict=True)]
+
+    @property
+    def loaded(self) -> bool:
+        """Checks whether other programs used much of the machine, or their share was not measured."""
+        return any(line["others"] is None or line["others"] > LOADED for line in self.lines.values())
+
+
+def _rejects_tokens(values: Mapping[str, Any]) -> bool:
+    """Checks whether the correction of a row gives some tokens no weight."""
+    return values.get("algorithm.correction") == "mask" or "algorithm.rejection" in values
+
+
+def cells(grid: Grid, table: Table, task: str, results: Results) -> list[Cell]:
+    """Returns the cells of one task that have runs, in the order of rows and limits, with those of controls."""
+    found = list(_own_cells(grid, table, task, results))
+    return found + (cells(grid, table.controls, task, results) if table.controls else [])
+
+
+def _own_cells(grid: Grid, table: Table, task: str, results: Results) -> Iterator[Cell]:
+    for row, limit in product(table.rows, table.limits):
+        cases = {seed: Case(task, row, limit, seed, table.rows[row]) for seed in table.seeds}
+        if lines := _successful(grid, cases, results):
+            reference = {seed: table.synchronous_of(case) for seed, case in cases.items()}
+            yield Cell(row, limit, lines, _successful(grid, reference, results))
+
+
+def _successful(grid: Grid, cases: Mapping[int, Case], results: Results) -> dict[int, Line]:
+    """Returns the results of successful runs under the numbers of their cases."""
+    found = {number: results.get(case.key(grid.defaults), {"failed": ""}) for number, case in cases.items()}
+    return {number: line for number, line in found.items() if "failed" not in line}
+
+
+def ranking(grid: Grid, table: Table, results: Results) -> list[tuple[str, list[float]]]:
+    """Returns complete rows, best first, with their held-out rewards of all tasks, limits and seeds."""
+    found = []
+    for row, values in table.rows.items():
+        places = product(table.tasks, table.limits, table.seeds)
+        cases = dict(enumerate(Case(task, row, limit, seed, values) for task, limit, seed in places))
+        lines = _successful(grid, cases, results)
+        if len(lines) == len(cases):
+            found.append((row, [line["held_out"] for line in lines.values()]))
+    return sorted(found, key=lambda each: -fmean(each[1]))
+
+
+def results_in_grid(grid: Grid, results: Results) -> tuple[Results, int]:
+    """Returns the results that count, because a changed setting voids others, and the number of runs of the grid."""
+    keys = {case.key(grid.defaults) for cases in grid.parts(results).values() for case in cases}
+    return {key: line for key, line in results.items() if key in keys}, len(keys)
+
+
+# Draws the plots of docs/learning.md as SVG text from the cells of a grid; chart.svg.j2 holds their elements.
+
+
+WIDTH = 640
+HEIGHT = 360
+LEFT = 56
+RIGHT = 176
+TOP = 34
+BOTTOM = 44
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#000000", "#bb8866", "#777777", "#4444cc")
+"""Colours that most people can tell apart (Paul Tol's scheme `bright`)."""
+
+FOLDER = FileSystemLoader(Path(__file__).parent)
+TEMPLATES = Environment(
+    loader=FOLDER, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+)
+
+Tick = tuple[float, str]
+REWARD_TICKS: Sequence[Tick] = [(number / 5, f"{number / 5:g}") for number in range(6)]
+DECILE_TICKS: Sequence[Tick] = [(number, f"d{number}") for number in range(1, 11)]
+
+
+class Point(NamedTuple):
+    """Places a point. whisker: its ends, if it has one."""
+
+    x: float
+    y: float
+    whisker: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Draws lines: points by name, in the order of x. ticks: positions with what is written there, the ends among them.
+    The axis upwards is that of rewards and shares, from 0 to 1."""
+
+    title: str
+    across: str
+    upwards: str
+    x_ticks: Sequence[Tick]
+    lines: Mapping[str, Sequence[Point]]
+
+    def svg(self) -> str:
+        first = self.x_ticks[0][0]
+        last = self.x_ticks[-1][0]
+        right = WIDTH - RIGHT
+        bottom = HEIGHT - BOTTOM
+        places = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": right, "top": TOP, "bottom": bottom}
+        return TEMPLATES.get_template("chart.svg.j2").render(
+            **places,
+            chart=self,
+            x=lambda value: round(LEFT + (value - first) / ((last - first) or 1) * (right - LEFT), 1),
+            y=lambda value: round(bottom - value * (bottom - TOP), 1),
+            reward_ticks=REWARD_TICKS,
+            colours=COLOURS,
+        )
+
+
+# ---- charts of a table -----------------------------------------------------------------------------------
+
+
+def plots(grid: Grid, results: Results) -> dict[str, str]:
+    """Returns SVG text by `TABLE-TASK-WHAT`, of what has runs enough to draw."""
+    found: dict[str, str] = {}
+    for table in grid.tables:
+        for task in table.tasks:
+            own = [cell for cell in cells(grid, table, task, results) if cell.row in table.rows]
+            for what, chart in _charts(table, task, own):
+                found[f"{table.name}-{task}-{what}"] = chart.svg()
+    return found
+
+
+def _charts(table: Table, task: str, own: Sequence[Cell]) -> Iterator[tuple[str, Chart]]:
+    limits = sorted({cell.limit for cell in own} | ({SYNCHRONOUS} if any(cell.synchronous for cell in own) else set()))
+    if len(limits) > 2:
+        yield "reward", _by_limit(table, task, own, limits)
+    stale = [limit for limit in limits if limit != SYNCHRONOUS]
+    for limit in (stale[0], stale[-1]) if len(table.limits) > 2 and stale else ():
+        shares = {cell.row: cell.trained_by_decile for cell in own if cell.limit == limit and cell.trained_by_decile}
+        if shares:
+            lines = {row: [Point(*place) for place in enumerate(of_row, 1)] for row, of_row in shares.items()}
+            title = f"{task}: tokens trained, η = {limit}"
+            chart = Chart(title, "decile of answer length", "share of sampled tokens", DECILE_TICKS, lines)
+            yield f"deciles-{limit}", chart
+    if len(table.rows) == 1 and own:
+        yield "curves", _curves(task, own)
+
+
+def _by_limit(table: Table, task: str, own: Sequence[Cell], limits: Sequence[int]) -> Chart:
+    """Draws limits side by side whatever lies between them."""
+    lines: dict[str, list[Point]] = {}
+    for cell in own:
+        at_zero = [line["held_out"] for line in cell.synchronous.values()]
+        points = lines.setdefault(cell.row, [])
+        if not points and cell.limit != SYNCHRONOUS and at_zero:
+            points.append(Point(limits.index(SYNCHRONOUS), fmean(at_zero), (min(at_zero), max(at_zero))))
+        rewards = cell.rewards
+        points.append(Point(limits.index(cell.limit), fmean(rewards), (min(rewards), max(rewards))))
+    ticks = [(place, str(limit)) for place, limit in enumerate(limits)]
+    title = f"{task}. {table.title}; mean and range over seeds"
+    return Chart(title, "staleness limit η", "held-out reward", ticks, lines)
+
+
+def _curves(task: str, own: Sequence[Cell]) -> Chart:
+    """Draws for each limit the mean over its seeds, point by point: (step, seconds, reward)."""
+    lines: dict[str, list[Point]] = {}
+    for cell in own:
+        points = zip(*(line["curve"] for line in cell.lines.values()), strict=True)
+        lines[f"η = {cell.limit}"] = [Point(of_seeds[0][0], fmean(each[2] for each in of_seeds)) for of_seeds in points]
+    longest = max(point.x for points in lines.values() for point in points)
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 500) if longest / step <= 10)
+    return Chart(f"{task}: GRPO by staleness limit", "step", "reward of five steps", ticks_to(longest, step), lines)
+
+
+def ticks_to(highest: float, step: int) -> list[Tick]:
+    """Returns ticks at multiples of `step` from 0 to the first that is no less than `highest`, at least two."""
+    return [(number * step, str(number * step)) for number in range(max(-int(-highest // step), 1) + 1)]
+
 
 PLOTS = "learning"
 """Folder of the plots, beside docs/learning.md."""

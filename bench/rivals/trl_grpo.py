@@ -1,6 +1,6 @@
 """Trains with TRL's synchronous GRPOTrainer on a prescribed workload; needs the interpreter of bench/rivals/setup trl.
 
-The argument is one JSON object, made by `run_trl` in bench/end_to_end/compared_systems.py. The script prints one line
+The argument is one JSON object, made by `run_trl` in bench/end_to_end.py. The script prints one line
 RESULT with a JSON list: for each optimizer step the time of its end, its tokens, mean reward, CPU seconds, generation
 seconds and reward seconds.
 """

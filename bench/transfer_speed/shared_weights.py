@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 from asyncrl.bench.measurements import RoundValues, goal_line, in_turn, number, ratios, table
 from asyncrl.bench.rivals.bucketed_shared_memory import BUCKET_BYTES, receive, send
 from asyncrl.lanes.weights.arena import Reader, Writer, open_reader, open_writer
-from asyncrl.lanes.weights.slot_memory import check_digest, views
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.slot_memory import WeightsSpec, check_digest, views
 from asyncrl.protocols.messages import Published
 
 READERS = 2

@@ -36,9 +36,9 @@ from asyncrl.fleet.worker.process_memory import gc_frozen
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.chunk_codec import WireCodec
-from asyncrl.lanes.weights.selection.transport_opening import WeightNetwork
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.lanes.weights.transports.held_version import CHUNK_BYTES
+from asyncrl.lanes.weights.transports.transport_ends import WeightNetwork
 from asyncrl.protocols.messages import PROTOCOL, Hello, Published
 
 LOOPBACK = "127.0.0.1"

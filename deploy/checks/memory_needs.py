@@ -52,7 +52,7 @@ from asyncrl.protocols.batch import (
     token_reward_columns,
     value_columns,
 )
-from asyncrl.rewards.execution.token_rewards import stores_token_rewards
+from asyncrl.rewards.execution.scoring import stores_token_rewards
 
 PROCESS_BYTES = 300 * 2**20
 PLAIN_BYTES = 110 * 2**20

@@ -26,6 +26,7 @@ from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.chat_messages import Messages, ends_with_answer
 from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.curriculum import CurriculumDraw
+from asyncrl.tasks.pictures import has_pictures, is_picture, picture_files, with_pictures_read
 from asyncrl.tasks.prompt_lengths import EXAMINED_ROWS as COMPARED
 from asyncrl.tasks.prompt_lengths import (
     LOOKED_AT,
@@ -37,8 +38,7 @@ from asyncrl.tasks.prompt_lengths import (
 )
 from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import function_named
-from asyncrl.tasks.reading.pictures import has_pictures, is_picture, picture_files, with_pictures_read
-from asyncrl.tasks.reading.row_files import Rows
+from asyncrl.tasks.row_files import Rows
 from asyncrl.tasks.source_problems import check_rows, is_read_ahead
 from asyncrl.tasks.turn_template import turn_problems
 

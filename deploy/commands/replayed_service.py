@@ -25,11 +25,9 @@ from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec, load_implementation
-from asyncrl.lanes.control.inproc_wire import InprocWire
-from asyncrl.lanes.control.wire import Wakeup
+from asyncrl.lanes.control.wire import InprocWire, Wakeup
 from asyncrl.lanes.data.recorder import LEARNING, REPLAYED, is_whole, read_records, recorded_instances
-from asyncrl.lanes.data.row_fetcher import Cells
-from asyncrl.lanes.data.row_reader import RowReader
+from asyncrl.lanes.data.row_reader import Cells, RowReader
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import unlink_run_segments
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Cuts, SampleName

@@ -21,8 +21,7 @@ from asyncrl.fleet.worker.lane_access import admit_on, worker_keys
 from asyncrl.fleet.worker.process_memory import gc_frozen
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
-from asyncrl.lanes.control.inproc_wire import InprocWire
-from asyncrl.lanes.control.wire import WireByScheme
+from asyncrl.lanes.control.wire import InprocWire, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.handover import WeightHandover
 

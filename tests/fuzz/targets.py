@@ -23,10 +23,9 @@ from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.errors import AsyncrlError, JournalError, PeerLost, WireError
 from asyncrl.lanes.control import message_codec
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
-from asyncrl.lanes.control.wire import Wakeup
-from asyncrl.lanes.data.row_fetcher import FETCH, serve_rows
+from asyncrl.lanes.control.wire import InprocWire, Wakeup
+from asyncrl.lanes.data.row_reader import FETCH, serve_rows
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
 from asyncrl.protocols.messages import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.children.child_messages import packed
 from asyncrl.controller.journal.journal import FRAME, encode
-from asyncrl.lanes.data.row_fetcher import FETCH
+from asyncrl.lanes.data.row_reader import FETCH
 from asyncrl.protocols.messages import Call, FileTree, ListedFile
 from tests.fuzz.all_targets import TARGETS
 from tests.fuzz.targets import RECORDS, framed, frames_of, joined

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.lanes.weights.tensor_spec import DTYPES
-from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceReader
-from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime, CupyRuntime
+from asyncrl.lanes.weights.slot_memory import DTYPES
+from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, CupyRuntime, DeviceReader
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 

@@ -16,7 +16,7 @@ from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.lora import attach, published_tensors
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
-from asyncrl.lanes.weights.tensor_spec import DTYPES
+from asyncrl.lanes.weights.slot_memory import DTYPES
 from tests.gpu.device_engine import TOLERANCE, check_versions, engine_config, requests, run_steps
 from tests.unit.engines.generation.conftest import model_folder as model_folder
 from tests.unit.engines.generation.test_agreement_with_training import train_row

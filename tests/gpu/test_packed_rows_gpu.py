@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from asyncrl.bench.end_to_end.benchmark_model import VOCABULARY, make_tokenizer
+from asyncrl.bench.benchmark_model import VOCABULARY, make_tokenizer
 from asyncrl.engines.training.micro_batches import lay_out_rows
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model, token_logprobs
 from asyncrl.engines.training.packed_rows import can_compile

@@ -16,9 +16,8 @@ import torch
 
 from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer, NotMeasured
 from asyncrl.bench.gpu.nccl_ranks import nccl_on_one_device
-from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
-from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceWriter
-from asyncrl.lanes.weights.transports.cuda.runtime import CupyRuntime
+from asyncrl.lanes.weights.slot_memory import DTYPES, WeightsSpec
+from asyncrl.lanes.weights.transports.device_arena import CupyRuntime, DeviceWriter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -27,9 +26,9 @@ DEADLINE = 110.0
 
 READ = """
 import json, sys
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports.cuda.runtime import CupyRuntime
-from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceReader
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
+from asyncrl.lanes.weights.transports.device_arena import CupyRuntime
+from asyncrl.lanes.weights.transports.device_arena import DeviceReader
 from asyncrl.protocols.messages import Published
 spec = WeightsSpec.of({name: tuple(shape) for name, shape in json.loads(sys.argv[1]).items()}, sys.argv[2])
 reader = None

@@ -16,10 +16,8 @@ import torch
 
 from asyncrl.engines.generation.engine_interface import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.lanes.weights.slot_memory import block_views, new_block, with_aliases
-from asyncrl.lanes.weights.tensor_spec import spec_of
-from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceWriter
-from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
+from asyncrl.lanes.weights.slot_memory import block_views, new_block, spec_of, with_aliases
+from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, DeviceWriter
 from tests.gpu.device_engine import (
     TOLERANCE,
     changed_models,

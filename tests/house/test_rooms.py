@@ -102,7 +102,6 @@ def test_no_two_folders_import_each_other() -> None:
 
 FOR_TESTS = {
     "asyncrl.rewards.text_readers",  # the table of SECURITY.md
-    "asyncrl.simulation.fakes.critic",
     "asyncrl.simulation.simulated_run",
 }
 """Modules that only tests and documents read."""

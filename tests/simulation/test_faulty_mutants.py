@@ -30,7 +30,7 @@ from asyncrl.fleet.service_calls import Handle
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.message_codec import MessageSequence, decode
-from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream
+from asyncrl.lanes.control.open_calls import PendingReply, PendingStream
 from asyncrl.simulation.fakes.training import FakeTraining
 from asyncrl.simulation.faults.simulate_command import described, outcome_of
 from asyncrl.simulation.faults.trial_execution import TrialRun

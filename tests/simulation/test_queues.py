@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.fleet.fleet import RunningFleet
-from asyncrl.lanes.control.deadlines import Deadlines
+from asyncrl.lanes.control.open_calls import Deadlines
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.simulation.fakes.fake_service import now
 from asyncrl.simulation.fakes.generation import FakeGeneration

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.overhead.benchmark import GROUPS, MEMBERS, STAGES, WARM, emulated_run
+from asyncrl.bench.overhead.runtime_cost import GROUPS, MEMBERS, STAGES, WARM, emulated_run
 from asyncrl.telemetry.jsonl import read_metrics
 
 pytestmark = pytest.mark.fleet

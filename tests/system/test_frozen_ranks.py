@@ -27,7 +27,7 @@ from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import RunningFleet, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
-from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import segment_name

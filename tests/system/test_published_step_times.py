@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bench.overlap.emulation.stage_times import LengthSpread, StageTimes
-from asyncrl.bench.overlap.emulation.stages import emulated_services
-from asyncrl.bench.overlap.emulation.virtual_run import run_on_virtual_clock
+from asyncrl.bench.overlap.side_run import run_on_virtual_clock
+from asyncrl.bench.overlap.timed_services import LengthSpread, StageTimes, emulated_services
 from asyncrl.config.sources import load
 from asyncrl.telemetry.jsonl import read_metrics
 

@@ -17,9 +17,8 @@ from asyncrl.controller.observers.events import Event
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, group_baseline
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
-from asyncrl.simulation.fakes.scoring import FakeReward
+from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.faults.trial_services import FakeEnvironment
 

@@ -23,7 +23,7 @@ from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
 from asyncrl.rewards.templates import compiles, passes_tests, reaches
 from asyncrl.tasks.chat_messages import TOOLS, Messages
-from asyncrl.tasks.reading.pictures import with_pictures_read
+from asyncrl.tasks.pictures import with_pictures_read
 
 # Computes rates of programs that compile and that pass their tests, from the terms of their rewards.
 

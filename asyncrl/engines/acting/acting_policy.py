@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.engines.acting.networks import Actor, half_widths, performed
 from asyncrl.engines.acting.stepping.spaces import Spaces
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
+from asyncrl.lanes.weights.slot_memory import WeightsSpec, spec_of
 
 Floats = NDArray[np.float32]
 NO_WEIGHTS = -1

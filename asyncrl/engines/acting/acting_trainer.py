@@ -22,7 +22,7 @@ from asyncrl.engines.ranks.shards import gather_state
 from asyncrl.engines.ranks.weight_gathering import TrainedWeights
 from asyncrl.engines.training.trainer_checkpoint import MODEL, StateCopy, read_state, whole_state
 from asyncrl.engines.training.training_step import NOT_FINITE, Lane, StepInParts, StepOutcome, undrawn
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
+from asyncrl.lanes.weights.slot_memory import WeightsSpec, spec_of
 from asyncrl.protocols.messages import Canary
 
 WEIGHTS = "policy.safetensors"

@@ -43,7 +43,7 @@ from asyncrl.engines.models.router_replay import ChosenExperts
 from asyncrl.engines.ranks.rank_limits import refusal_of_splitting
 from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
 
 # The slices of its layers that each rank of a replica generates with, by the plan that the model comes with.
 #

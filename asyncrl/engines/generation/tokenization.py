@@ -23,7 +23,7 @@ from asyncrl.errors import TaskError
 from asyncrl.protocols.answer_text import PAIRS, ends_in_thoughts, split_thoughts
 from asyncrl.protocols.batch import Columns
 from asyncrl.tasks.chat_messages import MARK, in_parts, refuse_unseen_functions, takes_parts
-from asyncrl.tasks.reading.pictures import has_pictures, picture_files
+from asyncrl.tasks.pictures import has_pictures, picture_files
 from asyncrl.tasks.turn_template import BEFORE_ANSWER, INSIDE_ANSWER, WHOLE, Tools, TurnTemplate
 
 # Reads what tokenizer and chat template of a model write around texts and answers.

@@ -59,7 +59,7 @@ from asyncrl.engines.models.model_shape import layers_of_stage
 from asyncrl.engines.models.prompt_pictures import PictureProcessor, PromptPictures
 from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError, PeerLost, WeightsError
-from asyncrl.lanes.weights.tensor_spec import DTYPES, Role, WeightsSpec, roles_of
+from asyncrl.lanes.weights.slot_memory import DTYPES, Role, WeightsSpec, roles_of
 from asyncrl.protocols.batch import SampleName
 from asyncrl.tasks.stored_samples import read_stored_samples
 

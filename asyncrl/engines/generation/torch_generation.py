@@ -28,9 +28,8 @@ from asyncrl.errors import Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.weights.arena import Reader
-from asyncrl.lanes.weights.selection.transport_opening import open_receiver
-from asyncrl.lanes.weights.transports.cuda.device_arena import RegisteredArena
-from asyncrl.lanes.weights.transports.interface import WeightReceiver
+from asyncrl.lanes.weights.transports.device_arena import RegisteredArena
+from asyncrl.lanes.weights.transports.transport_ends import WeightReceiver, open_receiver
 from asyncrl.lanes.weights.transports.weight_files import FileReceiver
 from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver
 from asyncrl.protocols.batch import SampleName

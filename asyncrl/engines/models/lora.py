@@ -4,26 +4,25 @@ Source: LoRA (arXiv 2106.09685, section 4.1). An adapted layer keeps the names o
 with adapters and one without have the same names for the base model.
 """
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
-from asyncrl.config.sections.training_config import LoraConfig
-from asyncrl.engines.models.lora_targets import adapted_names
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoTokenizer
+
 from asyncrl.config.sections.training_config import ALL_LINEAR, LoraConfig
-from asyncrl.engines.models.model_loading import load_pretrained
+from asyncrl.engines.models.lora_targets import adapted_names
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, ADAPTERS
+from asyncrl.engines.models.model_loading import load_pretrained
 from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.lanes.weights.slot_memory import WeightsSpec, spec_of
 
 PROBE_DEVIATION = 0.02
 """Standard deviation of B before the first version arrives, so that the probe of an engine sees adapters that do
@@ -137,6 +136,7 @@ def base_model(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.applied = True
+
 
 # Folders with adapters in the format of peft: adapter_config.json, adapter_model.safetensors, and a tokenizer.
 #

@@ -6,21 +6,22 @@ arXiv 2409.12191). So a prompt with pictures is shorter in positions than in tok
 """
 
 import hashlib
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
-import numpy as np
-from numpy.typing import NDArray
-from asyncrl.protocols.batch import Columns
-import json
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.tasks.reading.row_files import optional_module
+from asyncrl.protocols.batch import Columns
+from asyncrl.tasks.row_files import optional_module
 
 Ints = NDArray[np.int64]
 Pixels = NDArray[np.float32]
@@ -115,6 +116,7 @@ def _positions(places: Ints, counts: Ints, grid: Ints, merge: int, tokens: int) 
         next_position += max(h, w) // merge
     found[:, begin:] = next_position + np.arange(tokens - begin)
     return found
+
 
 # Makes the pictures of a prompt from files, by the image processor of the model, and the tokens that they take.
 

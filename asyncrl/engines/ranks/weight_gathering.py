@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.engines.ranks.rank_mesh import Ranks
-from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.engines.ranks.pipeline import held_tensors, owner_of
+from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.engines.ranks.shards import (
     axes_cut,
     cut_dim,
@@ -28,9 +28,8 @@ from asyncrl.engines.ranks.shards import (
     own_ranges,
     rows_of_shards,
 )
-from asyncrl.engines.ranks.pipeline import held_tensors, owner_of
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
-from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
+from asyncrl.lanes.weights.slot_memory import DTYPES, WeightsSpec
 from asyncrl.protocols.rank_layout import Layout
 
 BUCKET_BYTES = 32 << 20

@@ -2,22 +2,20 @@
 
 import importlib
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
 import torch
 from torch import Tensor, nn
+
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.config.sections.training_config import OPTIMIZERS, default_options
 from asyncrl.engines.models.tensor_parts import StoredTensor
-from asyncrl.engines.ranks.rank_mesh import RankMesh
-from asyncrl.engines.ranks.shards import as_part_of, is_part, own_part, share_out
-from asyncrl.errors import ConfigError
-from asyncrl.lanes.weights.tensor_spec import HEADS, INNER, MATRICES, roles_of
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from asyncrl.engines.ranks.rank_mesh import Ranks
-from asyncrl.engines.ranks.shards import axes_cut, is_of_experts, own_part
-from asyncrl.errors import WeightsError
+from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
+from asyncrl.engines.ranks.shards import as_part_of, axes_cut, is_of_experts, is_part, own_part, share_out
+from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.lanes.weights.slot_memory import HEADS, INNER, MATRICES, roles_of
 
 # Gradients over ranks: their sum over ranks with the same weights, their norm over shards, and the check that copies
 # of the weights agree.
@@ -131,6 +129,7 @@ def _digest(tensors: Iterable[Tensor]) -> int:
         values = own_part(tensor).detach().cpu().contiguous()
         digest = zlib.crc32(values.numpy().data.cast("B"), digest) if values.numel() else digest
     return digest
+
 
 FUSED = ("adam", "adamw")
 """Optimizers whose update is one pass over each tensor."""

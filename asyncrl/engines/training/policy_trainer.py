@@ -65,8 +65,7 @@ from asyncrl.engines.training.trainer_checkpoint import (
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.engines.training.zero_optimizer import hold_model, open_optimizer
 from asyncrl.errors import TaskError
-from asyncrl.lanes.weights.slot_memory import whole_tensor
-from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
+from asyncrl.lanes.weights.slot_memory import DTYPES, WeightsSpec, whole_tensor
 from asyncrl.objectives.advantages import Multiplier
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.losses import row_weights

@@ -4,15 +4,25 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
+
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
 from asyncrl.engines.models.prompt_pictures import PromptPictures
-from asyncrl.protocols.batch import EXPERTS, GREEDY, SPANS, TOKEN_REWARDS, Batch, BatchRef, Cuts, RowRef, SampleName
-from asyncrl.rewards.execution.token_rewards import stores_token_rewards, turn_sums
-from collections.abc import Sequence
-from typing import TypeAlias
-from asyncrl.protocols.batch import sampled_places
+from asyncrl.protocols.batch import (
+    EXPERTS,
+    GREEDY,
+    SPANS,
+    TOKEN_REWARDS,
+    Batch,
+    BatchRef,
+    Cuts,
+    RowRef,
+    SampleName,
+    sampled_places,
+)
+from asyncrl.rewards.execution.scoring import stores_token_rewards, turn_sums
 
 Ids: TypeAlias = NDArray[np.int64]
 """Token ids [tokens]."""
@@ -175,6 +185,7 @@ def batch_digest(cuts: Cuts) -> str:
     """Returns the sha256 (hex) of the samples of a step with their advantages, rewards of turns, and costs."""
     facts = [(row.name, row.advantage, row.cost, row.turn_advantages, row.turn_rewards) for row in cuts.batch]
     return hashlib.sha256(repr((cuts.incarnation, cuts.version, facts)).encode()).hexdigest()
+
 
 # Splits rows into contexts: the conversations of an episode, of which the policy sees one at a time.
 #

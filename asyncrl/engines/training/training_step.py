@@ -19,7 +19,7 @@ from asyncrl.engines.training.micro_batches import MaskedRow, mask_counts, mask_
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.train_rows import TrainRow, padded_sizes
 from asyncrl.engines.training.trainer_checkpoint import StateCopy
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import CUT_SHORT, LEFT_OUT, Canary, TrainedSample
 

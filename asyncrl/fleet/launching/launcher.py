@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from asyncrl.concurrency import unwrap
 from asyncrl.fleet.worker.worker_runtime import OpenInstruments, instruments, run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
-from asyncrl.lanes.control.inproc_wire import InprocWire
-from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.control.wire import InprocWire, Wire
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import unlink_instance_segments, unlink_run_segments
 from asyncrl.lanes.weights.version_folder import folder_of_start

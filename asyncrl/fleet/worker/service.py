@@ -18,8 +18,7 @@ from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.data.recorder import LaneRecorder
 from asyncrl.lanes.data.row_file import READY_ROWS, store_again
-from asyncrl.lanes.data.row_retention import RowRetention
-from asyncrl.lanes.data.row_store import RowStore
+from asyncrl.lanes.data.row_store import RowRetention, RowStore
 from asyncrl.lanes.weights.handover import WeightHandover
 from asyncrl.protocols.batch import Array, BatchRef, Place, SampleName
 from asyncrl.protocols.messages import Health, Profile

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.lanes.bound_socket import host_of, on_tcp
 from asyncrl.lanes.weights.chunk_codec import WireCodec
-from asyncrl.lanes.weights.selection.transport_opening import NETWORK, WeightNetwork
+from asyncrl.lanes.weights.transports.transport_ends import NETWORK, WeightNetwork
 
 if TYPE_CHECKING:
     from asyncrl.fleet.worker.service import WorkerContext

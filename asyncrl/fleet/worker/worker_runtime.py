@@ -21,8 +21,7 @@ from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
 from asyncrl.lanes.control.server import Dispatch, Server
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.data.recorder import REPLAYED, LaneRecorder, RecordFiles, RecordingReader
-from asyncrl.lanes.data.row_fetcher import serve_rows
-from asyncrl.lanes.data.row_reader import RowReader
+from asyncrl.lanes.data.row_reader import RowReader, serve_rows
 from asyncrl.lanes.data.row_store import RowStore, open_rows
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.lanes.weights.handover import WeightHandover

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Self
 from asyncrl import errors
 from asyncrl.concurrency import start_task, unwrap
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, LostRows, PeerLost, Refused, RemoteError, WireError
-from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
-from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream
+from asyncrl.lanes.control.open_calls import Deadline, Deadlines, PendingReply, PendingStream
 from asyncrl.lanes.control.wire import Caller, Frame
 from asyncrl.protocols.messages import (
     Call,

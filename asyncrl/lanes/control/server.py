@@ -10,9 +10,8 @@ from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, WireError
 from asyncrl.lanes.control.client import LIVENESS, failure_from
-from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
-from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
+from asyncrl.lanes.control.open_calls import STREAM_WINDOW, Deadline, Deadlines
 from asyncrl.lanes.control.wire import CALL_BYTES, CREDIT, HIGH_WATER, Frame, Listener, Wakeup
 from asyncrl.protocols.messages import (
     Call,

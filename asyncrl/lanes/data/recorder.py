@@ -22,8 +22,7 @@ from typing import Any, BinaryIO
 from asyncrl.errors import WireError
 from asyncrl.lanes.control.message_codec import decode, encode
 from asyncrl.lanes.control.server import Dispatch
-from asyncrl.lanes.data.row_fetcher import Cells
-from asyncrl.lanes.data.row_reader import RowReader
+from asyncrl.lanes.data.row_reader import Cells, RowReader
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, SampleName
 from asyncrl.protocols.messages import Call
 

@@ -18,8 +18,16 @@ from torch import Tensor
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.shared_memory import SHARED_SCHEME, Segment
 from asyncrl.lanes.weights.leases import SLOTS, Fetched, Leases, slot_of
-from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, fill, views, with_aliases
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.slot_memory import (
+    WeightsSpec,
+    check_digest,
+    checked,
+    digest,
+    digested_tensor,
+    fill,
+    views,
+    with_aliases,
+)
 from asyncrl.protocols.messages import Published
 
 MAGIC = b"ARLWGHT1"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from asyncrl.errors import WeightsError
-from asyncrl.lanes.weights.tensor_spec import DTYPES
+from asyncrl.lanes.weights.slot_memory import DTYPES
 
 # The elements of a buffer that differ from those of a base, as positions and new values. Exact for any bits.
 #

@@ -1,14 +1,53 @@
 """Sums the results of reward functions to the score of a sample."""
 
-from collections.abc import Sequence
-from typing import Literal
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.config.schema import Config
 from asyncrl.errors import RewardError
 from asyncrl.protocols.messages import Score
-from asyncrl.rewards.execution.token_rewards import token_rewards, turn_sums
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import BAD_ROW, FunctionResult, Sample
 from asyncrl.rewards.templates import ENVIRONMENT, TEMPLATES
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+# Rewards for single tokens: when the trainer reads them, and what functions give each token of a sample.
+
+
+Floats = NDArray[np.float64]
+
+
+def reward_tokens(config: "Config") -> bool:
+    """Returns whether some reward function gives each token a reward."""
+    return any(function.by_token for function in config.reward.functions)
+
+
+def stores_token_rewards(config: "Config") -> bool:
+    """Returns whether the trainer reads the rewards of tokens. Without a critic their sum is compared."""
+    return reward_tokens(config) and config.algorithm.advantage == "gae"
+
+
+def token_rewards(sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[FunctionResult]) -> Floats:
+    """Returns the weighted sum of what the functions give each sampled token, float64 [tokens]."""
+    found = np.zeros(sample.tokens)
+    for spec, result in zip(specs, results, strict=True):
+        if result.tokens:
+            found += spec.weight * np.array(result.tokens)
+    return found
+
+
+def turn_sums(rewards: Floats, turn_tokens: Sequence[int] | NDArray[np.int32]) -> Floats:
+    """Returns the sum of the rewards of each turn's tokens, float64 [turns]. Each turn has at least one token."""
+    return np.add.reduceat(rewards, np.cumsum([0, *turn_tokens[:-1]]))
+
 
 OnError = Literal["fail", "zero", "ignore"]
 EXCERPT = 200
@@ -83,3 +122,119 @@ def failure_text(sample: Sample, spec: FunctionSpec, result: FunctionResult, pla
     where = f"{kind} function {spec.use} on member {sample.member} of {place}"
     lines = [f"{where}: {result.reason}", f"  completion: {quoted!r}"]
     return "\n".join([*lines, result.traceback.rstrip()] if result.traceback else lines)
+
+
+# Chooses the functions that score a group: those of the run, or those of its held-out set.
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenFunctions:
+    """Functions by their numbers in the pool. is_own: whether they belong to a held-out set, so that nothing else
+    scores its samples."""
+
+    specs: tuple[FunctionSpec, ...]
+    first: int
+    is_own: bool = False
+
+    @property
+    def single(self) -> list[int]:
+        return [self.first + place for place, spec in enumerate(self.specs) if not spec.group]
+
+    @property
+    def grouped(self) -> list[int]:
+        return [self.first + place for place, spec in enumerate(self.specs) if spec.group]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionChoice:
+    """All functions of a reward worker. sets: of the held-out sets that have functions of their own."""
+
+    config: Config
+    run: ChosenFunctions
+    sets: Mapping[str, ChosenFunctions]
+
+    @classmethod
+    def of(cls, config: Config, specs: Sequence[FunctionSpec], held_out: Mapping[str, Sequence[FunctionSpec]]) -> Self:
+        """Numbers the functions. specs, held_out: in the order in which the pool has them."""
+        sets = {}
+        first = len(specs)
+        for name, own in held_out.items():
+            sets[name] = ChosenFunctions(tuple(own), first, is_own=True)
+            first += len(own)
+        return cls(config, ChosenFunctions(tuple(specs), 0), sets)
+
+    def of_group(self, group: int) -> ChosenFunctions:
+        """Returns the functions of a group. Those of the evaluation have negative ids."""
+        return self.run if group >= 0 else self.sets.get(self.config.evaluate.set_of(group).name, self.run)
+
+    def place(self, group: int) -> str:
+        """Returns the name of a group in errors: its number, or that of its prompt in a held-out set. Prompts that are
+        those of training hold nothing out."""
+        if group >= 0:
+            return f"group {group}"
+        chosen = self.config.evaluate.set_of(group)
+        config = self.config
+        prompt = f"prompt {chosen.group(0) - group}" + (f" of {chosen.section}" if chosen.name else "")
+        return f"held-out {prompt}" if chosen.prompts not in ("", config.task.prompts) else prompt
+
+    def members(self, group: int) -> int:
+        """Returns the number of samples of a group."""
+        evaluate = self.config.evaluate
+        return self.config.task.samples_per_prompt if group >= 0 else evaluate.set_of(group).samples
+
+
+# Waits until all members of a group have arrived, for functions that score them against each other.
+
+
+Key = tuple[int, int]
+"""Group and attempt: members of different attempts are never scored together."""
+
+GroupResults = list[list[FunctionResult]]
+ScoreGroup = Callable[[list[Sample]], Coroutine[Any, Any, GroupResults]]
+"""Scores the samples of a group, by member; returns the results of all functions for each sample."""
+
+
+class _OpenGroup:
+    def __init__(self) -> None:
+        self.members: dict[int, Sample] = {}
+        self.waiting = 0
+        self.closed = asyncio.Event()
+        self.scoring: asyncio.Task[GroupResults] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class GroupBarrier:
+    """Holds the groups that wait for members; the gate bounds their number. timeout: seconds after which the members
+    that arrived are scored alone: when a group restarts, members that were trained before do not come again."""
+
+    score: ScoreGroup
+    timeout: float
+    tasks: asyncio.TaskGroup
+    _open: dict[Key, _OpenGroup] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def results(self, key: Key, expected: int, sample: Sample) -> list[FunctionResult]:
+        """Returns the result of each function for this sample, once `expected` members of its group have arrived."""
+        group = self._open.setdefault(key, _OpenGroup())
+        group.members[sample.member] = sample
+        group.waiting += 1
+        try:
+            if len(group.members) < expected:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.timeout):
+                        await group.closed.wait()
+            scoring = group.scoring or self._close(key, group)
+            results = await asyncio.shield(scoring)
+        finally:
+            group.waiting -= 1
+            if not group.waiting and self._open.get(key) is group:
+                del self._open[key]
+        return results[sorted(group.members).index(sample.member)]
+
+    def _close(self, key: Key, group: _OpenGroup) -> asyncio.Task[GroupResults]:
+        del self._open[key]
+        group.scoring = self.tasks.create_task(self.score([group.members[member] for member in sorted(group.members)]))
+        group.closed.set()
+        return group.scoring

@@ -2,19 +2,22 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias, TypeVar, cast
+
+import structlog
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.journal.run_storage import Store
 from asyncrl.errors import ALL_SLOTS, LostRows, PeerLost
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.fleet.worker.worker_spec import RunFacts
-from asyncrl.lanes.data.row_retention import RowRetention
-from asyncrl.lanes.data.row_store import RowStore
+from asyncrl.fleet.worker.worker_runtime import Instruments
+from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
+from asyncrl.lanes.data.row_store import RowRetention, RowStore
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, SampleName
 from asyncrl.telemetry.state_clock import StateClock
+from asyncrl.telemetry.trace import Tracer
 
 Pace: TypeAlias = Callable[[float], float]
 """Gives by how much longer work takes that begins at a time, in virtual seconds."""
@@ -178,3 +181,13 @@ def steady(now: float) -> float:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+# Clock, trace and log of a simulated worker: on virtual time, and nothing is written.
+
+
+@contextmanager
+def quiet(spec: WorkerSpec) -> Iterator[Instruments]:
+    """Opens instruments on virtual time that write nothing."""
+    log = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger("CRITICAL"))
+    yield Instruments(StateClock(now), Tracer(None, spec.instance), log)

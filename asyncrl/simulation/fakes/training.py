@@ -12,8 +12,7 @@ from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
 from asyncrl.lanes.data.row_reader import RowPrefetch
-from asyncrl.lanes.weights.leases import Leases, slot_of
-from asyncrl.lanes.weights.update_permit import UpdatePermit
+from asyncrl.lanes.weights.leases import Leases, UpdatePermit, slot_of
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample

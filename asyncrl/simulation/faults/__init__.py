@@ -3,8 +3,7 @@
 draw_trial(seed)   trial_plan.py        sizes, durations and faults
 run_trial(trial)   trial_execution.py   real controller, gate, journal, links, handles and supervisor
                    fault_injection.py   injects each fault when its message is sent
-                   faulty_platform.py   links, worker processes and a disk that fail
-                   host_network.py      partitions between hosts
+                   faulty_platform.py   links, worker processes, the network between hosts and a disk
                    trial_hosts.py       machines that join, leave, die and come back
                    trial_services.py    fake services, and the truth about what they did
 scripts/simulate   simulate_command.py  many trials; the smallest one that still fails in the same way

@@ -10,20 +10,64 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.fleet.launching.launcher import InprocWorker
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
-from asyncrl.lanes.control.inproc_wire import InprocCaller, InprocListener, InprocWire, Pipe
-from asyncrl.lanes.control.wire import HIGH_WATER, Frames
+from asyncrl.lanes.control.wire import HIGH_WATER, Frames, InprocCaller, InprocListener, InprocWire, Pipe
 from asyncrl.lanes.host_id import HostId
-from asyncrl.simulation.fakes.fake_service import now
-from asyncrl.simulation.fakes.virtual_clock_and_log import quiet
+from asyncrl.simulation.fakes.fake_service import now, quiet
 from asyncrl.simulation.faults.fault_injection import FaultInjection
-from asyncrl.simulation.faults.host_network import HostNetwork
 from asyncrl.simulation.faults.trial_plan import Fault
+
+# The network between the hosts of a trial: messages of a partition come when it ends, and a dead host says nothing.
+#
+# TCP sends again what was lost, so that a partition delays messages; what ends a call or a connection meanwhile are
+# its deadline and its heartbeats.
+
+
+ANY = ""
+"""Stands for every other host in a partition."""
+
+
+class Partition(NamedTuple):
+    """Messages from `source` to `target` do not pass before `end`."""
+
+    source: str
+    target: str
+    end: float
+
+
+class HostNetwork:
+    """Knows which hosts reach which. dead: hosts that lost their power, and have not come back."""
+
+    def __init__(self) -> None:
+        self.dead: set[str] = set()
+        self._partitions: list[Partition] = []
+
+    def separate(self, source: str, target: str, seconds: float, *, one_way: bool) -> None:
+        """Keeps messages from one host to another back, and those the other way unless the loss is one-way."""
+        end = now() + seconds
+        self._partitions = [each for each in self._partitions if each.end > now()]
+        self._partitions.append(Partition(source, target, end))
+        if not one_way:
+            self._partitions.append(Partition(target, source, end))
+
+    def passes_at(self, source: str, target: str) -> float:
+        """Returns when a message that is sent now gets from one host to another."""
+        ends = [each.end for each in self._partitions if _concerns(each, source, target)]
+        return max(ends, default=0.0) if source != target else 0.0
+
+    def end_known_at(self, host: str, peer: str) -> float:
+        """Returns when a peer learns that a connection to this host was closed there now."""
+        return math.inf if host in self.dead else self.passes_at(host, peer)
+
+
+def _concerns(partition: Partition, source: str, target: str) -> bool:
+    return partition.source in (ANY, source) and partition.target in (ANY, target)
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

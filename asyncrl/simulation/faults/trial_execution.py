@@ -29,8 +29,7 @@ from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Environment, Generation, Lane, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import AGE_LIMIT, CHECK_PERIOD, FLEET, FaultInjection
-from asyncrl.simulation.faults.faulty_platform import FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
-from asyncrl.simulation.faults.host_network import ANY
+from asyncrl.simulation.faults.faulty_platform import ANY, FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
 from asyncrl.simulation.faults.trial_hosts import TrialHosts
 from asyncrl.simulation.faults.trial_plan import BASE, ENOUGH, MEMBERSHIP, Fault, Trial
 from asyncrl.simulation.faults.trial_ranks import RankExchanges, TrialTrainingRank

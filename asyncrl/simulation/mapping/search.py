@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import Rates
-from asyncrl.simulation.cost_model.interval import Interval
-from asyncrl.simulation.cost_model.predictions import USABLE
+from asyncrl.simulation.cost_model.predictions import USABLE, Interval
 from asyncrl.simulation.mapping.job_file import GpuGroup, PlannedJob
 from asyncrl.simulation.mapping.strategies import (
     PUBLISHED,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from asyncrl.bench.measurements import table
 from asyncrl.bench.overlap.prediction.what_if import advice, described, gpus_of, parsed
 from asyncrl.simulation.mapping.pool_tables import runs
-from asyncrl.simulation.predicted_run.prediction import StepPredictor
+from asyncrl.simulation.mapping.step_prediction import StepPredictor
 
 LIMITS = (1, 2, 4)
 """Staleness limits that are compared."""

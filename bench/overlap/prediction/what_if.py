@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import read_gpus
 from asyncrl.simulation.mapping.job_file import FixedSplit, MeasuredStages, PlannedJob, read_job
 from asyncrl.simulation.mapping.pool_tables import runs
-from asyncrl.simulation.predicted_run.prediction import PredictedStep, StepPredictor
+from asyncrl.simulation.mapping.step_prediction import PredictedStep, StepPredictor
 
 WORTH = 1.1
 """Speed-up below which advice is to stay synchronous: less than that is lost to staleness and a second copy of weights.

@@ -21,9 +21,8 @@ from asyncrl.errors import AlgorithmError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import GREEDY, BatchRef, Place, RowRef
 from asyncrl.protocols.messages import Score
-from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
-from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
+from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from tests.unit.scene import CONFIG, Scene
 

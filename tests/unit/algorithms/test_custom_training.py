@@ -17,7 +17,7 @@ from asyncrl.errors import AlgorithmError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score
-from asyncrl.simulation.fakes.critic import FakeCritic
+from asyncrl.simulation.fakes.scoring import FakeCritic
 from asyncrl.simulation.fakes.training import FakeTraining
 from tests.unit.scene import Scene
 

@@ -17,9 +17,8 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import greedy_baseline, plain_rewards
 from asyncrl.protocols.batch import GREEDY, RowRef
 from asyncrl.protocols.messages import PromptGroup, Score
-from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, constant
-from asyncrl.simulation.fakes.scoring import FakeReward
+from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.faults.trial_services import FakeEnvironment
 from tests.unit.scene import CONFIG, Scene

@@ -10,7 +10,7 @@ from asyncrl.controller.observers.events import StepBegan, StepDone, StepLost
 from asyncrl.errors import FleetFailed, LostRows, PeerLost
 from asyncrl.protocols.batch import Cuts
 from asyncrl.protocols.messages import StepReport, ValueReport
-from asyncrl.simulation.fakes.critic import FakeCritic
+from asyncrl.simulation.fakes.scoring import FakeCritic
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from tests.unit.scene import CONFIG, Scene
 

@@ -10,8 +10,7 @@ from asyncrl.controller.observers.events import SampleScored, StepBegan, StepDon
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score, ValueReport
-from asyncrl.simulation.fakes.critic import FakeCritic
-from asyncrl.simulation.fakes.scoring import FakeReward
+from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from tests.unit.scene import CONFIG, Scene
 

@@ -4,8 +4,8 @@ from importlib import import_module
 
 import pytest
 
+from asyncrl.bench import generation_speed as generation_speed
 from asyncrl.bench.cli import BENCHMARKS, main
-from asyncrl.bench.generation_speed import benchmark as generation_speed
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

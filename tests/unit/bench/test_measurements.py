@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.bench.end_to_end.benchmark_model import write_model
-from asyncrl.bench.end_to_end.compared_systems import asyncrl_result, trl_result
-from asyncrl.bench.end_to_end.even_words_reward import share_of_even
-from asyncrl.bench.end_to_end.packed_rows import StepShape, rows_of, tokens_per_second, trainer
-from asyncrl.bench.end_to_end.workload import SAMPLES, lognormal, workloads
-from asyncrl.bench.generation_speed import benchmark
-from asyncrl.bench.generation_speed.benchmark import GROUPS, MEMBERS, prompts_of
-from asyncrl.bench.generation_speed.long_prompt import PAGE, resident_bytes
+from asyncrl.bench import generation_speed
+from asyncrl.bench.benchmark_model import write_model
+from asyncrl.bench.end_to_end import SAMPLES, asyncrl_result, lognormal, trl_result, workloads
+from asyncrl.bench.generation_speed import GROUPS, MEMBERS, PAGE, prompts_of, resident_bytes
 from asyncrl.bench.measurements import (
     T_95,
     RoundValues,
@@ -33,7 +29,9 @@ from asyncrl.bench.measurements import (
     table,
     upper_bound,
 )
-from asyncrl.bench.overhead.benchmark import bound
+from asyncrl.bench.overhead.runtime_cost import bound
+from asyncrl.bench.packed_rows import StepShape, rows_of, tokens_per_second, trainer
+from asyncrl.bench.rivals.even_words_reward import share_of_even
 from asyncrl.config.schema import Config
 from asyncrl.engines.training import micro_batches, packed_rows
 from asyncrl.engines.training.train_rows import Ids
@@ -211,8 +209,8 @@ def test_vllm_compiles_the_model_only_where_it_is_asked_to(
         seen.append(config)
         raise Started
 
-    monkeypatch.setattr(benchmark, "find_spec", lambda name: "here")
-    monkeypatch.setattr(benchmark, "VllmSide", start)
+    monkeypatch.setattr(generation_speed, "find_spec", lambda name: "here")
+    monkeypatch.setattr(generation_speed, "VllmSide", start)
     with pytest.raises(Started):
-        benchmark.main(["--engine", "vllm", *flags])
+        generation_speed.main(["--engine", "vllm", *flags])
     assert [each.generation.vllm for each in seen] == [arguments]

@@ -21,7 +21,7 @@ from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
 from asyncrl.environments.loading import ADAPTERS
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.reading.row_files import READERS
+from asyncrl.tasks.row_files import READERS
 
 TOML = """\
 model.name = "m"

@@ -18,7 +18,7 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import plain_rewards
 from asyncrl.protocols.batch import Cuts
 from asyncrl.protocols.messages import CUT_SHORT, StepReport, TrainedSample
-from asyncrl.simulation.fakes.critic import FakeCritic
+from asyncrl.simulation.fakes.scoring import FakeCritic
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from tests.unit.scene import CONFIG, Scene, settings
 

@@ -12,7 +12,7 @@ from asyncrl.fleet import fleet
 from asyncrl.fleet.fleet import MOST_WORKERS, Platform, RunningFleet, ServiceSpec, scale
 from asyncrl.fleet.launching.run_access import open_commands, send_command
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
-from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.protocols.messages import Call
 from asyncrl.protocols.service_contracts import Generation, Reward, Training
 from asyncrl.simulation import virtual_loop

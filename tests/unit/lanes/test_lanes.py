@@ -14,8 +14,7 @@ from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.inproc_wire import InprocWire
-from asyncrl.lanes.control.wire import CREDIT, DRAIN_BUDGET
+from asyncrl.lanes.control.wire import CREDIT, DRAIN_BUDGET, InprocWire
 from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Lane, endpoint

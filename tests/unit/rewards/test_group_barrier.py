@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from asyncrl.rewards import Sample
-from asyncrl.rewards.group_barrier import GroupBarrier
+from asyncrl.rewards.execution.scoring import GroupBarrier
 from asyncrl.rewards.sample import FunctionResult
 
 

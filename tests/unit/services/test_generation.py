@@ -24,7 +24,7 @@ from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, TaskError, Weigh
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.weights.arena import Writer, open_writer
-from asyncrl.lanes.weights.tensor_spec import spec_of
+from asyncrl.lanes.weights.slot_memory import spec_of
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Canary, PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed

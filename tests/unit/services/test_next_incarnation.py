@@ -15,8 +15,8 @@ from asyncrl.lanes.bound_socket import on_tcp
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.arena import open_writer
-from asyncrl.lanes.weights.selection.transport_opening import WeightNetwork
-from asyncrl.lanes.weights.tensor_spec import spec_of
+from asyncrl.lanes.weights.slot_memory import spec_of
+from asyncrl.lanes.weights.transports.transport_ends import WeightNetwork
 from asyncrl.protocols.batch import BatchRef
 from tests.unit.services import test_generation
 from tests.unit.services.running_generation import core_of, until

@@ -50,7 +50,7 @@ def group(number: int, members: int = SAMPLES, attempt: int = 0) -> PromptGroup:
 
 
 def uri(part: dict[str, Any]) -> dict[str, Any]:
-    from asyncrl.tasks.reading.pictures import checked_picture, is_picture
+    from asyncrl.tasks.pictures import checked_picture, is_picture
 
     return checked_picture(part, Path(), "a test") if is_picture(part) else part
 

@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.errors import TaskError
 from asyncrl.tasks import Prompts, load_prompts
+from asyncrl.tasks.pictures import has_pictures, picture_files, text_of_content, with_pictures_read
 from asyncrl.tasks.prompt_lengths import write_longest
-from asyncrl.tasks.reading.pictures import has_pictures, picture_files, text_of_content, with_pictures_read
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"the rest of a file"
 URI = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.errors import TaskError
 from asyncrl.tasks import load_prompts, read_rows
-from asyncrl.tasks.reading.row_files import JoinedRows
+from asyncrl.tasks.row_files import JoinedRows
 
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)

@@ -22,9 +22,8 @@ from asyncrl.engines.generation.vllm.option_problems import BACKEND, OWNER
 from asyncrl.engines.models.lora import attach, published_spec, read_adapters
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.weights.arena import Reader, open_reader
-from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
-from asyncrl.lanes.weights.transports.cuda.device_arena import register_arena
-from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime, CupyRuntime
+from asyncrl.lanes.weights.slot_memory import DTYPES, WeightsSpec, spec_of
+from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, CupyRuntime, register_arena
 from asyncrl.protocols.messages import Published
 
 # The weights of one version, as a process of vLLM reads them from the trainer's arena.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import Refused
 from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.lanes.weights.chunk_codec import LOSSY, EncodedChunk, WireCodec, encode_chunk
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
 
 # The parts in which a slot crosses a network, the same on both sides.
 #

@@ -16,8 +16,16 @@ from asyncrl.errors import FleetFailed, PeerLost, Refused, WeightsError, errno_i
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.leases import SLOTS, CopiedVersions, Fetched, Leases, slot_of
-from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, fill, views, with_aliases
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.slot_memory import (
+    WeightsSpec,
+    check_digest,
+    checked,
+    digest,
+    digested_tensor,
+    fill,
+    views,
+    with_aliases,
+)
 from asyncrl.lanes.weights.transports.held_version import in_thread, transfer_seconds
 from asyncrl.lanes.weights.version_folder import make_folder
 from asyncrl.protocols.messages import Published

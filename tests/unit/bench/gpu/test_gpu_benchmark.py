@@ -15,9 +15,9 @@ import torch
 from asyncrl.bench.gpu import benchmark, nccl_ranks, shared_memory
 from asyncrl.bench.gpu.bench_device import BenchDevice, HostTimer, NotMeasured, Results
 from asyncrl.bench.gpu.benchmark import MEASUREMENTS, NOTHING_TO_RUN, main, measure, write
-from asyncrl.bench.gpu.vllm_updates import medians, sample, update_phases, vllm_pause
-from asyncrl.lanes.weights.transports.collective.communicator import RECEIVER, TRAINER
-from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
+from asyncrl.bench.gpu.language_model import medians, sample, update_phases, vllm_pause
+from asyncrl.lanes.weights.transports.communicator import RECEIVER, TRAINER
+from asyncrl.lanes.weights.transports.nccl import NcclBackend
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 from tests.unit.lanes.weights.transports.faults import TwinNccl
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.bench.gpu import two_processes
-from asyncrl.bench.gpu.bench_device import BenchDevice, HostTimer, NotMeasured
-from asyncrl.bench.gpu.mps import CONTROL, mps_daemon
+from asyncrl.bench.gpu.bench_device import CONTROL, BenchDevice, HostTimer, NotMeasured, mps_daemon
 from asyncrl.bench.gpu.nccl_ranks import nccl_under_mps
 from asyncrl.bench.gpu.two_processes import copies_of_another_process, copies_of_another_process_under_mps
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda

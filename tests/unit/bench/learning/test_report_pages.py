@@ -10,9 +10,18 @@ import pytest
 
 from asyncrl.bench.learning import benchmark
 from asyncrl.bench.learning.grid import Case, Grid, read_grid
-from asyncrl.bench.learning.plots import Chart, Point, ticks_to
-from asyncrl.bench.learning.report_pages import columns, no_worse, page, recovery, write_pages
-from asyncrl.bench.learning.result_cells import cells, ranking
+from asyncrl.bench.learning.report_pages import (
+    Chart,
+    Point,
+    cells,
+    columns,
+    no_worse,
+    page,
+    ranking,
+    recovery,
+    ticks_to,
+    write_pages,
+)
 
 Lines = dict[str, dict[str, Any]]
 

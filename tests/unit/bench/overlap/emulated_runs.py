@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.bench.overlap.accounting import Overlap, overlap_of
-from asyncrl.bench.overlap.emulation.stage_times import LengthSpread, StageTimes
-from asyncrl.bench.overlap.emulation.stages import emulated_services
-from asyncrl.bench.overlap.emulation.virtual_run import run_on_virtual_clock
+from asyncrl.bench.overlap.side_run import run_on_virtual_clock
+from asyncrl.bench.overlap.timed_services import LengthSpread, StageTimes, emulated_services
 from asyncrl.config.sources import load
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.report.worker_trace import read_trace

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.bench.measurements import MachineLoad
-from asyncrl.bench.overlap import run_diff
+from asyncrl.bench.overlap import comparison, run_diff
 from asyncrl.bench.overlap.accounting import Overlap
-from asyncrl.bench.overlap.comparison import command
-from asyncrl.bench.overlap.comparison.command import best_baseline, calibrated, gains, page, stage_times
-from asyncrl.bench.overlap.comparison.side_run import SideRequest, side_config
-from asyncrl.bench.overlap.comparison.sides import sides_of
+from asyncrl.bench.overlap.comparison import best_baseline, calibrated, gains, page, stage_times
+from asyncrl.bench.overlap.side_run import SideRequest, side_config, sides_of
 from asyncrl.config.sources import read
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.errors import ConfigError
@@ -71,12 +69,12 @@ def test_a_busy_machine_gets_no_speed_up(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     emulated = {**FOUND, "synchronous": FOUND["synchronous, 1 thread"]}
-    monkeypatch.setattr("asyncrl.bench.overlap.comparison.command.in_turn", lambda *_: emulated)
+    monkeypatch.setattr("asyncrl.bench.overlap.comparison.in_turn", lambda *_: emulated)
     others = {0.09: 0, 0.11: 3}
     for share, status in others.items():
         monkeypatch.setattr(MachineLoad, "others", share)
         with pytest.raises(SystemExit) as ended:
-            command.main(["quickstart", "--engine", "emulated", "--limits", "2"])
+            comparison.main(["quickstart", "--engine", "emulated", "--limits", "2"])
         assert ended.value.code == status
         said = capsys.readouterr().out
         assert ("no speed-up: other processes used 11% of the machine's CPUs" in said) is (status == 3)
@@ -90,7 +88,7 @@ def test_an_experiment_on_the_virtual_clock_gains_what_its_schedule_allows(
     times = ["mean=8", "sigma=0", "token=0.25", "each=0", "trained_token=0", "step=2", "load=0"]
     flags = ["--limits", "1", "--rounds", "1", "--steps", "12", "--generation.slots", "128"]
     with pytest.raises(SystemExit) as ended:
-        command.main(["quickstart", "--engine", "virtual", *flags, "--times", *times])
+        comparison.main(["quickstart", "--engine", "virtual", *flags, "--times", *times])
     assert ended.value.code == 0
     rows = {line.split("  ")[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
     numbers = {name: re.findall(r"\d+\.?\d*", row.replace(name, "", 1)) for name, row in rows.items()}
@@ -127,7 +125,7 @@ def test_engines_without_a_critic_are_refused() -> None:
 
 def test_keys_of_the_config_are_for_experiments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--steps\.x: keys of the config are for experiments"):
-        command.main([str(tmp_path), "--steps.x", "1"])
+        comparison.main([str(tmp_path), "--steps.x", "1"])
 
 
 def test_a_difference_of_two_runs_names_state_and_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,48 +9,48 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bench.overlap import definitions
+from asyncrl.bench.overlap import accounting
 from asyncrl.bench.overlap.accounting import Overlap
-from asyncrl.bench.overlap.comparison.side_run import SideRequest, run_side
-from asyncrl.bench.overlap.emulation.stage_times import LengthSpread, StageTimes
+from asyncrl.bench.overlap.side_run import SideRequest, run_side
+from asyncrl.bench.overlap.timed_services import LengthSpread, StageTimes
 from asyncrl.protocols.seeds import group_seed, member_seed
 
 
 def test_efficiencies_divide_what_explains_a_step_by_the_step() -> None:
-    assert definitions.overlap_efficiency([2.0, 4.0, 1.0], 5.0) == 0.8
-    assert definitions.bound([2.0, 4.0], 9.0, 2) == 4.0
-    assert definitions.bound([2.0, 4.0], 15.0, 2) == 5.0
-    assert definitions.bound_efficiency([2.0, 4.0], 9.0, 2, 5.0) == 0.8
-    assert definitions.bound_efficiency([2.0, 4.0], 15.1, 2, 5.0) == 1.0
+    assert accounting.overlap_efficiency([2.0, 4.0, 1.0], 5.0) == 0.8
+    assert accounting.bound([2.0, 4.0], 9.0, 2) == 4.0
+    assert accounting.bound([2.0, 4.0], 15.0, 2) == 5.0
+    assert accounting.bound_efficiency([2.0, 4.0], 9.0, 2, 5.0) == 0.8
+    assert accounting.bound_efficiency([2.0, 4.0], 15.1, 2, 5.0) == 1.0
 
 
 def test_bubbles_are_weighted_by_devices() -> None:
-    assert definitions.bubble_ratio(3.0, 4.0) == 0.25
+    assert accounting.bubble_ratio(3.0, 4.0) == 0.25
     busy = {"generation": 4.0, "training": 2.0}
     devices = {"generation": 3.0, "training": 1.0}
-    assert definitions.cluster_bubble(busy, devices, 4.0) == 0.125
+    assert accounting.cluster_bubble(busy, devices, 4.0) == 0.125
 
 
 def test_the_overlap_fraction_is_the_common_time_over_the_rarer() -> None:
     generation = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]
-    assert definitions.overlap_fraction(generation, [(2.5, 5.5)]) == pytest.approx(1.0 / 3.0)
-    assert definitions.overlap_fraction(generation, [(0.5, 1.5)]) == 1.0
-    assert definitions.overlap_fraction(generation, [(3.0, 5.0)]) == 0.0
-    assert definitions.overlap_fraction(generation, []) is None
+    assert accounting.overlap_fraction(generation, [(2.5, 5.5)]) == pytest.approx(1.0 / 3.0)
+    assert accounting.overlap_fraction(generation, [(0.5, 1.5)]) == 1.0
+    assert accounting.overlap_fraction(generation, [(3.0, 5.0)]) == 0.0
+    assert accounting.overlap_fraction(generation, []) is None
 
 
 def test_gains_are_ratios_to_a_named_baseline() -> None:
-    assert definitions.speedup(6.0, 4.0) == 1.5
-    assert definitions.contention(1.2, 1.0) == 1.2
-    assert definitions.overlap_yield(6.0, 4.0, 3.5) == 0.8
-    assert math.isnan(definitions.overlap_yield(3.0, 3.0, 3.0)), "one stage alone takes as long as a synchronous step"
+    assert accounting.speedup(6.0, 4.0) == 1.5
+    assert accounting.contention(1.2, 1.0) == 1.2
+    assert accounting.overlap_yield(6.0, 4.0, 3.5) == 0.8
+    assert math.isnan(accounting.overlap_yield(3.0, 3.0, 3.0)), "one stage alone takes as long as a synchronous step"
 
 
 def test_rates_count_all_devices() -> None:
-    assert definitions.goodput(1000.0, 2.0, 5) == 100.0
-    assert definitions.forward_flops(10.0, 3.0) == 60.0
-    assert definitions.forward_flops(10.0, 3.0, attention=2.0, context=5.0) == 180.0
-    assert definitions.loop_mfu(60.0, 30.0, 2.0, 5, 30.0) == 0.5
+    assert accounting.goodput(1000.0, 2.0, 5) == 100.0
+    assert accounting.forward_flops(10.0, 3.0) == 60.0
+    assert accounting.forward_flops(10.0, 3.0, attention=2.0, context=5.0) == 180.0
+    assert accounting.loop_mfu(60.0, 30.0, 2.0, 5, 30.0) == 0.5
 
 
 # The real controller takes as long as the laws of asynchronous training say, on stages with a decode-rate curve.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.overlap import definitions
+from asyncrl.bench.overlap import accounting
 from asyncrl.bench.overlap.accounting import Overlap
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -106,10 +106,10 @@ def test_what_follows_from_the_schedule_follows_from_the_record(tmp_path: Path) 
     """Stages of 2 and 3 s, with weights that load in 0.1 s and are written in 0.05 s."""
     stages = {"step": 3.0, "load": 0.1, "publish": 0.05}
     sync, overlapped = (virtual_overlap(tmp_path / str(limit), limit, generation=2.0, **stages) for limit in (0, 1))
-    assert definitions.speedup(sync.step, overlapped.step) == pytest.approx(5.15 / 3.05, rel=EXACT)
-    assert definitions.overlap_yield(sync.step, overlapped.step, 3.0) == pytest.approx(2.1 / 2.15, rel=EXACT)
+    assert accounting.speedup(sync.step, overlapped.step) == pytest.approx(5.15 / 3.05, rel=EXACT)
+    assert accounting.overlap_yield(sync.step, overlapped.step, 3.0) == pytest.approx(2.1 / 2.15, rel=EXACT)
     busy = {name: each.stages["training"] * each.step for name, each in (("solo", sync), ("together", overlapped))}
-    assert definitions.contention(busy["together"], busy["solo"]) == pytest.approx(1.0, rel=EXACT)
+    assert accounting.contention(busy["together"], busy["solo"]) == pytest.approx(1.0, rel=EXACT)
     assert overlapped.efficiency == pytest.approx(3.0 / 3.05, rel=EXACT)
     assert (sync.both_ran, overlapped.both_ran) == pytest.approx((0.0, 1.0), abs=EXACT)
     assert overlapped.goodput == pytest.approx(100 * SAMPLES / 3.05, rel=EXACT)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.bench import cli
-from asyncrl.bench.overlap.model_flops import mfu_of, peak_flops
+from asyncrl.bench.overlap.accounting import mfu_of, peak_flops
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.errors import ConfigError
 

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from asyncrl.bench import cli
-from asyncrl.bench.overlap import slowest_step
-from asyncrl.bench.overlap.accounting import Overlap, busy_intervals, cycle_seconds, overlap_of
-from asyncrl.bench.overlap.bottleneck import bottleneck
-from asyncrl.bench.overlap.comparison import command
-from asyncrl.bench.overlap.definitions import overlap_fraction
+from asyncrl.bench.overlap import comparison, slowest_step
+from asyncrl.bench.overlap.accounting import Overlap, busy_intervals, cycle_seconds, overlap_fraction, overlap_of
+from asyncrl.bench.overlap.run_overlap import bottleneck
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.report.worker_trace import Arrow, Slice, WorkerTrace
 from asyncrl.errors import ConfigError
@@ -155,7 +153,7 @@ def test_the_commands_print_and_refuse(
     for name, length in (("slow", 2.0), ("fast", 1.0)):
         lines = steps([length] * 12, generation={"busy": 0.9}, training={"busy": 0.5})
         runs.append(str(recorded_run(tmp_path / name, lines)))
-    command.main(runs)
+    comparison.main(runs)
     said = capsys.readouterr().out
     assert "overlap efficiency 0.900 (step over slowest stage 1.11)" in said
     assert [line.split()[:4] for line in said.splitlines()[-2:]] == [

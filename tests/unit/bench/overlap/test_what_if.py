@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.bench.overlap.prediction import advise, validate, what_if
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.predicted_run import prediction
+from asyncrl.simulation.mapping import step_prediction
 
 JOB = """
 [models]
@@ -92,7 +92,7 @@ def test_advice_on_the_published_losing_case_is_to_stay_synchronous(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """NeMo RL's Qwen3-30B-A3B on 16 GB200: 221 s on policy, 301 s one step off policy. Layouts are left free."""
-    monkeypatch.setattr(prediction, "MOST_SAMPLES", 128)
+    monkeypatch.setattr(step_prediction, "MOST_SAMPLES", 128)
     tables = ROWS[LOSING]["job"]
     lines = ["[models]", *(f'{role} = "{model}"' for role, model in tables["models"].items())]
     lines += ["[work]", *(f"{key} = {json.dumps(value)}" for key, value in tables["work"].items())]

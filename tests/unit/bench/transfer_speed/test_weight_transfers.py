@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncrl.bench.transfer_speed import benchmark, shared_weights, weight_transfers
-from asyncrl.bench.transfer_speed.benchmark import GOALS, Goal, goal_lines, result_lines
+from asyncrl.bench.transfer_speed import channels, shared_weights, weight_transfers
+from asyncrl.bench.transfer_speed.channels import GOALS, Goal, goal_lines, result_lines
 from asyncrl.bench.transfer_speed.shared_weights import Read, Reads, host_lines
 from asyncrl.bench.transfer_speed.weight_transfers import SideTransfers, TimedTransfer, main, transfer_lines
 
@@ -66,7 +66,7 @@ def goal(at_most: bool, bound: float) -> Goal:
 def test_a_goal_bounds_from_below_or_above(
     ratio: float, at_most: bool, met: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmark, "GOALS", [goal(at_most, 3.0)])
+    monkeypatch.setattr(channels, "GOALS", [goal(at_most, 3.0)])
     (line,) = goal_lines([{"a": {"x": ratio}, "b": {"x": 1.0}}])
     assert ("MISSED" in line) is not met
 

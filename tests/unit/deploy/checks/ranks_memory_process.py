@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.bench.end_to_end.benchmark_model import write_model
-from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
+from asyncrl.bench.benchmark_model import write_model
+from asyncrl.bench.packed_rows import INCARNATION, StepShape, rows_of
 from asyncrl.config.placement import rank_layout
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel

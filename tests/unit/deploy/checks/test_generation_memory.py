@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.bench.end_to_end.benchmark_model import write_model
-from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
+from asyncrl.bench.benchmark_model import write_model
+from asyncrl.bench.packed_rows import INCARNATION, StepShape, rows_of
 from asyncrl.config.schema import Config
 from asyncrl.deploy import cli
 from asyncrl.deploy.checks.memory_needs import MemoryNeed, TrainedModel, needs

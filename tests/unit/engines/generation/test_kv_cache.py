@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.bench.generation_speed.long_prompt import resident_bytes
+from asyncrl.bench.generation_speed import resident_bytes
 from asyncrl.engines.generation import attention
 from asyncrl.engines.generation.attention import DecodeBlocks, FlatTokens, KVCache, attend
 from asyncrl.engines.generation.block_pool import KV_BLOCK, MAX_HOLES, Ints, KeptBlocks

@@ -21,7 +21,7 @@ from asyncrl.engines.models.lora import attach, published_spec
 from asyncrl.engines.models.model_families import REFUSED, TRAINED, family_problems
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.lanes.weights.chunk_codec import WireCodec
-from asyncrl.lanes.weights.tensor_spec import Role, roles_of
+from asyncrl.lanes.weights.slot_memory import Role, roles_of
 from asyncrl.lanes.weights.transports.held_version import ChunkPlan
 from tests.unit.engines.generation.test_families import OWN, SHAPE
 

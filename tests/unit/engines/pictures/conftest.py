@@ -10,7 +10,7 @@ from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.models.prompt_pictures import PictureProcessor
 from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, build_picture_tokenizer, save
 from asyncrl.tasks.builtin.colours import DEMONSTRATIONS
-from asyncrl.tasks.reading.pictures import with_pictures_read
+from asyncrl.tasks.pictures import with_pictures_read
 
 MOST_PIXELS = 4096
 

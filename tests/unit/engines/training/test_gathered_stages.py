@@ -11,7 +11,7 @@ from asyncrl.engines.ranks.pipeline import StageTensor
 from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.ranks.weight_gathering import gather_for_generation
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.training.test_weight_gathering import SECONDS, ThreadRanks
 

@@ -25,7 +25,7 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.trainer_checkpoint import read_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.weights.tensor_spec import Role
+from asyncrl.lanes.weights.slot_memory import Role
 
 OF_TORCH = [name for name, kind in OPTIMIZERS.items() if kind.module == "torch.optim"]
 NONE: dict[str, Any] = {}

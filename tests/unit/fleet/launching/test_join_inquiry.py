@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError, FleetFailed
 from asyncrl.fleet.launching.joining import HostState
 from asyncrl.fleet.launching.joining_host import JoiningHost, state_of_host
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
-from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.lanes.data.file_cache import FileCache
 from asyncrl.lanes.host_id import HostId
 from asyncrl.simulation import virtual_loop

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
 from asyncrl.fleet.launching.joining_host import JoiningHost
-from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.lanes.data.file_cache import PART_BYTES, FileCache, FileServer, OfferedFiles
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.messages import FilePart, FileTree

@@ -16,7 +16,7 @@ from asyncrl.fleet.launching.joined_worker import JoinedWorker
 from asyncrl.fleet.launching.joining import joining_hello
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
-from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.lanes.data.file_cache import FileCache
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.messages import Call

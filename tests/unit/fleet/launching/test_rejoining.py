@@ -17,8 +17,8 @@ from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.inproc_wire import InprocListener, InprocWire, Pipe
 from asyncrl.lanes.control.server import CallerSession, Server
+from asyncrl.lanes.control.wire import InprocListener, InprocWire, Pipe
 from asyncrl.lanes.data.file_cache import FileCache
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.messages import Call

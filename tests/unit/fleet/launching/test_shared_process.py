@@ -10,7 +10,7 @@ from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config
 from asyncrl.fleet.launching.launcher import InprocLauncher, InprocWorker, SharedProcesses
 from asyncrl.fleet.worker.worker_spec import NOT_BOUND, RunFacts, WorkerSpec
-from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.protocols.rank_layout import Layout
 
 

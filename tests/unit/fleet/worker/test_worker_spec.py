@@ -8,7 +8,7 @@ from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
-from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.protocols.rank_layout import Layout
 
 

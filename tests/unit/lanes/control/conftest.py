@@ -12,9 +12,8 @@ import pytest
 
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
-from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.control.wire import InprocWire, Wire
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
 

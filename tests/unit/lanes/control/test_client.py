@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, RemoteError, WireError
 from asyncrl.lanes.control.client import error_from, failure_from
-from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
+from asyncrl.lanes.control.open_calls import STREAM_WINDOW
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello, Reply
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -8,9 +8,9 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.deadlines import MOST_ANSWERS, Deadline, Deadlines
-from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.open_calls import MOST_ANSWERS, Deadline, Deadlines
 from asyncrl.lanes.control.server import Dispatch, Server
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
 from asyncrl.simulation import virtual_loop
 

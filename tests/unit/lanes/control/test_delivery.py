@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
+from asyncrl.lanes.control.open_calls import STREAM_WINDOW
 from asyncrl.lanes.control.server import HELLO_BYTES
 from asyncrl.protocols.messages import Call, Cancel, Item, More, Reply, Welcome
 from tests.unit.lanes.control.conftest import CONTROLLER, WORKER

@@ -3,8 +3,7 @@ from itertools import count
 import pytest
 
 from asyncrl.errors import PeerLost
-from asyncrl.lanes.control.inproc_wire import InprocWire
-from asyncrl.lanes.control.wire import ZERO_COPY_BYTES, WireByScheme
+from asyncrl.lanes.control.wire import ZERO_COPY_BYTES, InprocWire, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from tests.unit.lanes.control.one_message import receive
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
-from asyncrl.lanes.control import known_rows
-from asyncrl.lanes.control.known_rows import SHORTEST
-from asyncrl.lanes.control.message_codec import MessageSequence, encode, numbered
+from asyncrl.lanes.control import message_codec
+from asyncrl.lanes.control.message_codec import SHORTEST, MessageSequence, encode, numbered
 from asyncrl.lanes.control.wire import Frame, Wakeup
 from asyncrl.protocols.messages import Call
 from asyncrl.protocols.prompt_row import PackedRow, PromptRow
@@ -63,7 +62,7 @@ async def test_a_short_row_travels_with_each_call() -> None:
 
 
 async def test_both_sides_forget_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_rows, "KEPT_BYTES", 10_000)
+    monkeypatch.setattr(message_codec, "KEPT_BYTES", 10_000)
     line = Line()
     chance = random.Random(0)
     rows = [row(number, size=chance.choice([10, 400, 3000, 11_000])) for number in range(12)]
@@ -87,7 +86,7 @@ async def test_a_row_is_known_only_once_its_call_was_sent() -> None:
 
 
 async def test_a_call_that_waits_for_others_names_no_row_that_they_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_rows, "KEPT_BYTES", 5000)
+    monkeypatch.setattr(message_codec, "KEPT_BYTES", 5000)
     line = Line()
     first = row(1, size=4000)
     second = row(2, size=4000)

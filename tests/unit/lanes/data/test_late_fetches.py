@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ALL_SLOTS, LostRows
-from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
-from asyncrl.lanes.data.row_fetcher import FETCH_DEADLINE, serve_rows
-from asyncrl.lanes.data.row_reader import RowReader
+from asyncrl.lanes.control.wire import InprocWire
+from asyncrl.lanes.data.row_reader import FETCH_DEADLINE, RowReader, serve_rows
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Batch, BatchRef, RowRef
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello

@@ -13,11 +13,10 @@ import pytest
 from asyncrl.deploy.process.local_launcher import WORKERS_DESCRIPTORS
 from asyncrl.errors import LostRows, WireError
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.lanes.data.row_fetcher import CHUNKS_AT_ONCE, ROWS_PER_FETCH, serve_rows
-from asyncrl.lanes.data.row_reader import RowReader
+from asyncrl.lanes.data.row_reader import CHUNKS_AT_ONCE, ROWS_PER_FETCH, RowReader, serve_rows
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Place, RowRef

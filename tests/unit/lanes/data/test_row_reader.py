@@ -10,12 +10,11 @@ import pytest
 from asyncrl.errors import LostRows, Refused
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.lanes.data import row_fetcher
-from asyncrl.lanes.data.row_fetcher import FETCH, ROWS_PER_FETCH, serve_rows
-from asyncrl.lanes.data.row_reader import RowReader
+from asyncrl.lanes.data import row_reader
+from asyncrl.lanes.data.row_reader import FETCH, ROWS_PER_FETCH, RowReader, serve_rows
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, Column, Place, RowRef
@@ -149,7 +148,7 @@ async def test_rows_at_an_impossible_address_are_lost(owner: str, tmp_path: Path
 async def test_rows_of_an_owner_that_is_gone_are_lost(
     owners: Owners, reader: RowReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_fetcher, "OWNER_DEADLINE", 0.1)
+    monkeypatch.setattr(row_reader, "OWNER_DEADLINE", 0.1)
     store = owners.store("a")
     refs = BatchRef((ref(0, store.put(row(1, 4))),))
     async with reader:
@@ -185,7 +184,7 @@ async def test_concurrent_reads_share_one_connection(owners: Owners, reader: Row
 
 @pytest.mark.parametrize("owner", ["shm://../../etc/passwd", "shm://", "shm://asyncrl-none", "inproc://nobody"])
 async def test_an_owner_that_never_was_is_lost(owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_fetcher, "OWNER_DEADLINE", 0.05)
+    monkeypatch.setattr(row_reader, "OWNER_DEADLINE", 0.05)
     async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
         with pytest.raises(LostRows, match="is gone"):
             await reader.read(BatchRef((ref(0, Place(owner, 0, 2, ("tokens",))),)), ["tokens"])

@@ -2,7 +2,7 @@
 
 import random
 
-from asyncrl.lanes.data.row_retention import RowRetention
+from asyncrl.lanes.data.row_store import RowRetention
 from asyncrl.protocols.batch import Place
 from tests.instruction_count import counting
 

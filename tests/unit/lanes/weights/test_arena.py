@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from asyncrl.errors import PeerLost, Refused, WeightsError
 from asyncrl.lanes.weights import slot_memory
 from asyncrl.lanes.weights.arena import Reader, Writer, open_reader, open_writer
-from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
+from asyncrl.lanes.weights.slot_memory import DTYPES, WeightsSpec, spec_of
 
 SHAPES = {"head.weight": (5, 3), "bias": (7,), "scale": ()}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.rewards.execution.chosen_functions import FunctionChoice
+from asyncrl.rewards.execution.scoring import FunctionChoice
 from asyncrl.rewards.functions import FunctionSpec
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from asyncrl.children.containment import Containment, files_named
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.execution.child_pool import ChildPool
-from asyncrl.rewards.execution.split_pool import MakePool, SplitPool
+from asyncrl.rewards.execution.child_pool import ChildPool, MakePool, SplitPool
 from asyncrl.rewards.functions import FunctionSpec
 from tests.unit.children.running import running
 from tests.unit.rewards.execution.pools import sample

@@ -10,10 +10,16 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import known_gpus
 from asyncrl.simulation.fakes.training import StepCost
+from asyncrl.simulation.mapping import step_prediction
 from asyncrl.simulation.mapping.job_file import FixedSplit, JobTables, PlannedJob, planned
-from asyncrl.simulation.predicted_run import prediction
-from asyncrl.simulation.predicted_run.modelled_run import ModelledStages, drawn_lengths, run_stages
-from asyncrl.simulation.predicted_run.prediction import MOST_SAMPLES, Sampled, StepPredictor
+from asyncrl.simulation.mapping.step_prediction import (
+    MOST_SAMPLES,
+    ModelledStages,
+    Sampled,
+    StepPredictor,
+    drawn_lengths,
+    run_stages,
+)
 
 BASE = ModelledStages(
     groups=8,
@@ -140,7 +146,7 @@ def test_of_many_samples_a_share_is_simulated_with_the_share_of_the_replicas() -
 
 def test_ten_thousand_gpus_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 512 samples a step three runs take 5 s of CPU time on the machine of docs/log.md."""
-    monkeypatch.setattr(prediction, "MOST_SAMPLES", 64)
+    monkeypatch.setattr(step_prediction, "MOST_SAMPLES", 64)
     found = StepPredictor(job(1250, work={**WORK, "samples": 32768})).predict(
         FixedSplit(generation=7000, training=3000), 1
     )

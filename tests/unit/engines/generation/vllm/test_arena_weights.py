@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.engines.generation.vllm.worker_extension import ArenaWeights, PolicyModel
 from asyncrl.lanes.weights.arena import Writer, open_writer
-from asyncrl.lanes.weights.tensor_spec import spec_of
+from asyncrl.lanes.weights.slot_memory import spec_of
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 
 

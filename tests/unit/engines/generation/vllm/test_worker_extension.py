@@ -29,7 +29,7 @@ from asyncrl.engines.models.lora import (
     write_adapters,
 )
 from asyncrl.lanes.weights.arena import open_writer
-from asyncrl.lanes.weights.tensor_spec import spec_of
+from asyncrl.lanes.weights.slot_memory import spec_of
 
 PATIENCE = 60.0
 TRANSFER = "asyncrl.engines.generation.vllm.arena_transfer"

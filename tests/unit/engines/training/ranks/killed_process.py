@@ -22,8 +22,7 @@ from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import PeerLost
-from asyncrl.lanes.weights.slot_memory import fill
-from asyncrl.lanes.weights.tensor_spec import DTYPES
+from asyncrl.lanes.weights.slot_memory import DTYPES, fill
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.training.ranks.forked_ranks import run_ranks
 from tests.unit.engines.training.ranks.stage_process import rows_of

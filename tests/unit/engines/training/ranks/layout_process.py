@@ -27,8 +27,7 @@ from asyncrl.engines.ranks.weight_gathering import gather_for_generation, regrou
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
-from asyncrl.lanes.weights.slot_memory import fill
-from asyncrl.lanes.weights.tensor_spec import DTYPES
+from asyncrl.lanes.weights.slot_memory import DTYPES, fill
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.training.ranks.forked_ranks import run_ranks
 from tests.unit.engines.training.ranks.stage_process import rows_of

@@ -22,7 +22,7 @@ from asyncrl.lanes.weights.chunk_codec import (
     encode_difference,
     error_bound,
 )
-from asyncrl.lanes.weights.tensor_spec import DTYPES
+from asyncrl.lanes.weights.slot_memory import DTYPES
 
 Bytes = NDArray[np.uint8]
 SIZES = st.one_of(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.errors import PeerLost
 from asyncrl.lanes.shared_memory import SHARED_MEMORY
-from asyncrl.lanes.weights.transports.cuda.runtime import HANDLE_BYTES
+from asyncrl.lanes.weights.transports.device_arena import HANDLE_BYTES
 
 
 class TwinCuda:

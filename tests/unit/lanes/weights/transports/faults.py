@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import PeerLost
-from asyncrl.lanes.weights.transports.collective.communicator import Backend, Communicator
+from asyncrl.lanes.weights.transports.communicator import Backend, Communicator
 
 
 class FaultyBackend:

@@ -17,15 +17,12 @@ from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.arena import BEING_WRITTEN, Writer
 from asyncrl.lanes.weights.chunk_codec import WireCodec
-from asyncrl.lanes.weights.selection.transport_opening import WeightNetwork, open_receiver, open_sender
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports.collective.communicator import Backend
-from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
-from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
-from asyncrl.lanes.weights.transports.collective.transfer import CollectiveSender
-from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceWriter
-from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
-from asyncrl.lanes.weights.transports.interface import WeightReceiver
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
+from asyncrl.lanes.weights.transports.collective_transfer import CollectiveSender
+from asyncrl.lanes.weights.transports.communicator import Backend, GlooBackend
+from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, DeviceWriter
+from asyncrl.lanes.weights.transports.nccl import NcclBackend
+from asyncrl.lanes.weights.transports.transport_ends import WeightNetwork, WeightReceiver, open_receiver, open_sender
 from asyncrl.lanes.weights.transports.weight_files import FileSender
 from asyncrl.lanes.weights.transports.weight_stream import StreamSender
 from asyncrl.protocols.messages import PROTOCOL, Hello, Published

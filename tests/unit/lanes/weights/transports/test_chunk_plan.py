@@ -1,8 +1,8 @@
 import pytest
 
 from asyncrl.lanes.weights.chunk_codec import WireCodec
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports.collective.transfer import groups
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
+from asyncrl.lanes.weights.transports.collective_transfer import groups
 from asyncrl.lanes.weights.transports.held_version import ChunkPlan
 from tests.unit.lanes.weights.transports.sites import SHAPES
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, PeerLost, Refused, WeightsError
-from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
+from asyncrl.lanes.weights.slot_memory import DTYPES, WeightsSpec
+from asyncrl.lanes.weights.transports import collective_transfer as pair_receiver
 from asyncrl.lanes.weights.transports import held_version, weight_stream
-from asyncrl.lanes.weights.transports.collective import transfer as pair_receiver
 from tests.unit.lanes.weights.transports.sites import (
     COPYING,
     PAIRS,

@@ -18,8 +18,8 @@ from tests.unit.lanes.weights.transports.test_conformance import has
 READ = """
 import asyncio, json, sys
 sys.path.insert(0, sys.argv[1])
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceReader
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
+from asyncrl.lanes.weights.transports.device_arena import DeviceReader
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 from tests.unit.lanes.weights.transports.sites import SHAPES

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError, PeerLost
-from asyncrl.lanes.weights.transports.collective.nccl import CupyNccl, Nccl4py, nccl_library
-from asyncrl.lanes.weights.transports.cuda.runtime import HANDLE_BYTES, CupyRuntime
+from asyncrl.lanes.weights.transports.device_arena import HANDLE_BYTES, CupyRuntime
+from asyncrl.lanes.weights.transports.nccl import CupyNccl, Nccl4py, nccl_library
 
 UNIQUE_ID_BYTES = 128
 

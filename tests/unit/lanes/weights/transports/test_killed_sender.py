@@ -16,11 +16,11 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.shared_memory import SHARED_SCHEME, Segment
 from asyncrl.lanes.weights.chunk_codec import WireCodec
-from asyncrl.lanes.weights.selection.transport_opening import open_receiver
+from asyncrl.lanes.weights.transports import collective_transfer as pair_receiver
 from asyncrl.lanes.weights.transports import weight_stream
-from asyncrl.lanes.weights.transports.collective import transfer as pair_receiver
-from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
+from asyncrl.lanes.weights.transports.communicator import GlooBackend
 from asyncrl.lanes.weights.transports.held_version import ChunkPlan
+from asyncrl.lanes.weights.transports.transport_ends import open_receiver
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.faults import FaultyBackend
 from tests.unit.lanes.weights.transports.killed_sender import KILLED

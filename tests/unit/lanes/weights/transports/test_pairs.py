@@ -14,10 +14,9 @@ import torch
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.lanes.weights.transports import held_version
-from asyncrl.lanes.weights.transports.collective.communicator import GROUP_PARTS, RECEIVER, TRAINER, OwnerThread
-from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
-from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
-from asyncrl.lanes.weights.transports.collective.transfer import CollectiveReceiver
+from asyncrl.lanes.weights.transports.collective_transfer import CollectiveReceiver
+from asyncrl.lanes.weights.transports.communicator import GROUP_PARTS, RECEIVER, TRAINER, GlooBackend, OwnerThread
+from asyncrl.lanes.weights.transports.nccl import NcclBackend
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.faults import TwinNccl
 from tests.unit.lanes.weights.transports.sites import LIMIT, PAIRS, Site, open_site, take, until
@@ -223,7 +222,7 @@ def test_gloo_listens_where_it_was_told_to() -> None:
 
 KILLED = """
 import os, signal, sys, torch
-from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
+from asyncrl.lanes.weights.transports.communicator import GlooBackend
 pair = GlooBackend("127.0.0.1").connect(sys.argv[1], 1, 30.0)
 pair.receive([torch.empty(1 << 20, dtype=torch.uint8)], 30.0)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -279,7 +278,7 @@ async def test_a_version_that_is_gone_costs_no_pair(transport: str, tmp_path: Pa
 
 FREEING = """
 import time
-from asyncrl.lanes.weights.transports.collective.communicator import OwnerThread
+from asyncrl.lanes.weights.transports.communicator import OwnerThread
 thread = OwnerThread("weights")
 thread.submit(lambda: (time.sleep(0.05), print("freed")))
 thread.close()

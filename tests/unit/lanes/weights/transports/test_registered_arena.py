@@ -11,10 +11,9 @@ from structlog.testing import capture_logs
 
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.weights.arena import HEADER, Reader, Writer, open_reader, open_writer
-from asyncrl.lanes.weights.selection.transport_opening import open_receiver
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports.cuda.device_arena import RegisteredArena, register_arena
-from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
+from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, RegisteredArena, register_arena
+from asyncrl.lanes.weights.transports.transport_ends import open_receiver
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda, is_writable
 from tests.unit.lanes.weights.transports.sites import PairNetwork, hello
 

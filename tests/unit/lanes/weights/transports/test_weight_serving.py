@@ -5,7 +5,7 @@ import pytest
 
 from asyncrl.errors import Refused
 from asyncrl.lanes.weights.chunk_codec import WireCodec
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.lanes.weights.transports import held_version
 from asyncrl.lanes.weights.transports.held_version import CHUNK_BYTES, ChunkPlan, HeldVersion
 from tests.instruction_count import counting

@@ -1,1 +1,0 @@
-"""The transport of each reader, opened."""

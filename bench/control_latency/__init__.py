@@ -1,1 +1,0 @@
-"""Measures the latency of control calls beside queued work and in a flood of messages."""

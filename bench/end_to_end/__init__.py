@@ -1,1 +1,0 @@
-"""Measures trained tokens per second, end to end, beside TRL."""

@@ -1,1 +1,0 @@
-"""Measures generation throughput beside transformers."""

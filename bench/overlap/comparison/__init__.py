@@ -1,1 +1,0 @@
-"""Compares synchronous, one-step-off and asynchronous runs of one experiment, in turn on one machine."""

@@ -1,1 +1,0 @@
-"""Fleets whose services only let time pass, in processes or on the virtual clock, under the real controller."""
