@@ -13,23 +13,21 @@ import os
 import secrets
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 from asyncrl.config.install_hints import install_extra, program
+from asyncrl.config.placement import PlacedWorker, Placement, joinable
 from asyncrl.config.schema import Config
-from asyncrl.deploy.ray_node import CREDENTIALS, NodeHost
 from asyncrl.deploy.join_address import KEYS
+from asyncrl.deploy.ray_node import CREDENTIALS, NodeHost
 from asyncrl.errors import ConfigError, FleetFailed
 from asyncrl.fleet.launching.key_folder import KeyFolder
 from asyncrl.lanes.bound_socket import bound_socket
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from asyncrl.config.placement import PlacedWorker, Placement
-from asyncrl.config.placement import joinable
-from asyncrl.errors import ConfigError
 
 # Finds what each worker that joins asks of a Ray cluster: resources, and the node where its pool names hosts.
 
@@ -97,6 +95,7 @@ def bundles(places: Sequence[RayPlace], nodes: Sequence[Mapping[str, Any]]) -> l
     return [
         {**place.resources, **({f"node:{addresses[place.host]}": ON_NODE} if place.host else {})} for place in places
     ]
+
 
 LAST_LOGS = 10.0
 """Seconds for all actors to hand over their logs; those that died have nothing any more."""

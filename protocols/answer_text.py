@@ -1,8 +1,8 @@
 """Splits a completion into its thoughts and its answer: one reading for rewards, tools, judges and metrics."""
 
+import json
 import re
 import unicodedata
-import json
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
@@ -47,6 +47,7 @@ def ends_in_thoughts(prompt: str, begun: str = "") -> bool:
     """Returns whether a rendered prompt ends inside thoughts, so that the completion begins there. begun: the answer in
     the prompt that the completion goes on with."""
     return prompt.rstrip().endswith(tuple(_END)) or split_thoughts(f"{begun}.")[1] == ""
+
 
 # Writes the text of an answer in plain characters and words: LaTeX, other scripts, full width, superscripts, marks.
 
@@ -172,6 +173,7 @@ def composed(text: str) -> str:
 def folded(text: str) -> str:
     """Returns a text in which letters that differ in case alone, or in their writing in Unicode, are equal."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
+
 
 # Finds JSON objects in prose, beside braces of other kinds such as those of LaTeX.
 

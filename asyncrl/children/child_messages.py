@@ -6,17 +6,17 @@ small messages, system calls and wake-ups would cost more than what they say.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any
-import msgpack
-from asyncrl.children.guard_program import STDERR, STDIN, STDOUT
-from asyncrl.errors import WireError
-from asyncrl.lanes.bounded_msgpack import unpacked
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from asyncrl.errors import ConfigError
+from typing import Any
+
+import msgpack
+
+from asyncrl.children.guard_program import STDERR, STDIN, STDOUT
+from asyncrl.errors import ConfigError, WireError
+from asyncrl.lanes.bounded_msgpack import unpacked
 
 LARGEST = 64 * 2**20
 """Bytes; a group of a thousand samples of 16k characters fits twice."""
@@ -121,6 +121,7 @@ async def open_pipes() -> tuple[asyncio.StreamReader, int]:
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(calls, "rb"))
     return reader, results
+
 
 # Turns errors of the user's code into text for the worker.
 

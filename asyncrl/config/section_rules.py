@@ -1,20 +1,21 @@
 """Rules about the sections `[model]`, `[weights]` and `[acting]`, and about the optimizer."""
 
 import importlib.metadata
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
-from asyncrl.config.placement import PlacedWorker, Placement
+
+from asyncrl.config.placement import ONE_REPLICA, PlacedWorker, Placement, layouts
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.training_config import OPTIMIZERS, SHARDED, option_mistakes, rate_mistake
-from asyncrl.config.placement import ONE_REPLICA, layouts
 from asyncrl.errors import ConfigError
-import re
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.config.sections.evaluate_config import HeldOutSet
+
 
 def model_problems(config: "Config") -> Iterator[Problem]:
     """Yields warnings about values that nothing reads, and about what adapters do not change."""
@@ -246,6 +247,7 @@ def _without_language(config: "Config") -> Iterator[Problem]:
         if getattr(config, section).device != "cpu":
             text = "a small network acts and trains on the CPU: remove it"
             yield Problem(f"{section}.device", "", text, ("acting.env",))
+
 
 # Rules about what a run shows of itself: the page of live feedback, metrics, and evaluation.
 

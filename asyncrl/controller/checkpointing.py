@@ -9,22 +9,22 @@ run is waited for: without it nothing that is drawn could be taken up again.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Self
-from asyncrl.config.schema import TrainingConfig
-from asyncrl.controller.journal.checkpoints import Spared, commit, nothing_spared, versions
-from asyncrl.controller.journal.journal import Journal
-from asyncrl.protocols.messages import Checkpointed
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Self
+
+from asyncrl.config.schema import TrainingConfig
+from asyncrl.controller.journal.checkpoints import Spared, commit, nothing_spared, versions
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import Warned
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.errors import ArenaFull, DeadlineExceeded, RemoteError, Retryable, WireError
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
+from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.service_contracts import Generation, Training
 
 # The rows of READY samples, and of episodes up to their newest answered turn, outlive a checkpoint: it saves them.
@@ -102,6 +102,7 @@ def read_terms(directory: str) -> Terms:
     path = Path(directory) / READY_TERMS
     found = json.loads(path.read_bytes()) if path.exists() else []
     return {(group, member): own for group, member, own in found}
+
 
 CopyState = Callable[[str], Awaitable[Checkpointed]]
 """Saves rows into a directory, and lets the trainers copy their state. Returns the files that it has written."""

@@ -13,15 +13,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
+
 from asyncrl.concurrency import running_beside
 from asyncrl.controller.journal.checkpoints import ResumePlan, versions
 from asyncrl.controller.journal.run_storage import Folders
-from asyncrl.errors import FleetFailed, PeerLost
+from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import FAILURE_NOTICE, RunningFleet
-from asyncrl.fleet.supervisor import Learners
-from asyncrl.errors import AsyncrlError
-from asyncrl.fleet.fleet import RunningFleet
-from asyncrl.fleet.supervisor import DRAIN_CHECK, RunningInstance
+from asyncrl.fleet.supervisor import DRAIN_CHECK, Learners, RunningInstance
 from asyncrl.fleet.worker.service import RENEW
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.shared_memory import unlink_segment
@@ -132,6 +130,7 @@ async def _problem_of_renewal(running: RunningFleet, instance: RunningInstance) 
     except AsyncrlError as error:
         return str(error)
     return ""
+
 
 class Incarnation(Protocol):
     """State of a run from its beginning, or from a checkpoint."""

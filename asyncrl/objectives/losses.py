@@ -5,12 +5,13 @@
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
 import torch
 from torch import Tensor
-from asyncrl.objectives.ragged import Ragged
-from typing import TypeAlias
 from torch.nn.functional import binary_cross_entropy_with_logits
+
+from asyncrl.objectives.ragged import Ragged
 
 Aggregation = Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"]
 Reduce = Callable[[Tensor], Tensor]
@@ -178,6 +179,7 @@ def row_weights(aggregation: Aggregation, lengths: Tensor, tokens: int, samples:
     }[aggregation]
     return torch.full(lengths.shape, weight, device=lengths.device)
 
+
 # The critic's value loss and explained variance: pure functions on flat tensors [tokens].
 
 
@@ -205,6 +207,7 @@ def explained_variance(returns: Moments, errors: Moments) -> float:
     """Computes 1 - Var(R - V) / Var(R), and 0 when all returns are equal. errors: moments of R - V."""
     total, left = ((squares / count - (summed / count) ** 2) for count, summed, squares in (returns, errors))
     return 1.0 - left / total if total > SAME else 0.0
+
 
 # The loss of a reward model on preferences: a pure function on flat tensors [pairs].
 

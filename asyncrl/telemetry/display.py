@@ -5,10 +5,13 @@ import sys
 import termios
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from html import escape
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Self, TextIO
+
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,16 +19,12 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from structlog.typing import FilteringBoundLogger
-from asyncrl.telemetry.clean_text import cleaned
-from asyncrl.telemetry.samples_file import SampleRecord
-from asyncrl.telemetry.bottleneck import LongCurve, ServiceLoad
-from asyncrl.telemetry.sample_panel import Items, sample_panel
-from collections.abc import Callable, Mapping
-from html import escape
-from importlib import import_module
-from typing import Any
+
 from asyncrl.config.schema import Config
 from asyncrl.telemetry.bottleneck import LongCurve, ServiceLoad, workers_of
+from asyncrl.telemetry.clean_text import cleaned
+from asyncrl.telemetry.sample_panel import Items, sample_panel
+from asyncrl.telemetry.samples_file import SampleRecord
 
 Metrics = Mapping[str, Any]
 NO_WORKERS: Mapping[str, int] = MappingProxyType({})
@@ -381,6 +380,7 @@ def shown(metrics: Metrics) -> list[tuple[str, str]]:
         for metric, name, form in (SHOWN_OF_ACTING if ACTS in metrics else SHOWN)
         if isinstance(metrics.get(metric), float | int)
     ]
+
 
 # Shows a running run in a notebook: one output of a cell with a bar and the last numbers, replaced at each step.
 

@@ -14,8 +14,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from asyncrl.lanes.http_server import HttpServer
-from asyncrl.telemetry.sinks import host_and_port, read_token
 from asyncrl.telemetry.run_status import FINISHED, RunStatus, WorkerStatus
+from asyncrl.telemetry.sinks import host_and_port, read_token
 
 # The metrics that the controller exports to Prometheus, as values of one moment. A scrape has their meanings.
 

@@ -27,7 +27,6 @@ from asyncrl.tasks.chat_messages import Messages, ends_with_answer
 from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.curriculum import CurriculumDraw
 from asyncrl.tasks.pictures import has_pictures, is_picture, picture_files, with_pictures_read
-from asyncrl.tasks.prompt_lengths import EXAMINED_ROWS as COMPARED
 from asyncrl.tasks.prompt_lengths import (
     LOOKED_AT,
     TokenBudget,
@@ -275,11 +274,11 @@ def prompt_tokenizer(config: Config, model: Path) -> TokenizerWithStops:
 
 
 def shared_prompts(config: Config, training: PromptRows, held_out: Mapping[str, PromptRows]) -> list[str]:
-    """Returns a line for each held-out set that shares prompts with training. Of a large source, COMPARED rows that
+    """Returns a line for each held-out set that shares prompts with training. Of a large source, LOOKED_AT rows that
     are evenly spread are compared."""
     if config.environment.use or not held_out:  # An environment makes the prompts that count.
         return []
-    number = min(len(training), COMPARED)
+    number = min(len(training), LOOKED_AT)
     trained = {_compared_text(training.row(place * len(training) // number).prompt) for place in range(number)}
     found = []
     for name, prompts in held_out.items():

@@ -1,37 +1,33 @@
 """`asyncrl monitor` shows what a running run does: each worker's state, load and restarts, and the last step."""
 
 import asyncio
+import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
+
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from asyncrl.deploy.commands.command_parser import CommandParser
-from asyncrl.errors import ConfigError
-from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus
-from asyncrl.telemetry.display import ACTS, CleanConsole, shown, skipped
-from asyncrl.telemetry.sample_panel import filled
-import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, closing
-from typing import Any, NamedTuple
+
 from asyncrl.config.install_hints import program
+from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.deploy.join_address import join_address
 from asyncrl.errors import ConfigError, PeerLost, Refused
 from asyncrl.fleet.launching.key_folder import WorkerKey
 from asyncrl.fleet.launching.run_access import MONITOR, watched_run
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.telemetry.display import ACTS, CleanConsole, shown, skipped
 from asyncrl.telemetry.jsonl import newest_line
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
-from asyncrl.telemetry.run_status import RunStatus, parse_status, read_status
+from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus, parse_status, read_status
+from asyncrl.telemetry.sample_panel import filled
 
 # Looks at runs: in a directory that this host sees, or where they listen.
 
@@ -95,6 +91,7 @@ def parsed(line: str, where: str = "metrics.jsonl") -> Mapping[str, Any]:
     except ValueError as error:
         raise ConfigError(f"the last line of {where} is damaged: {error}") from error
     return metrics
+
 
 LATE = 10 * SECONDS
 """Seconds after which a state that was not replaced is called old: a loaded machine is late by some of them."""

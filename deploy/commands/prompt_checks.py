@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from asyncrl.config.schema import IN_MEMORY, Config
-from asyncrl.deploy.checks.model_checks import here
 from asyncrl.deploy.checks.machine import Check
-from asyncrl.deploy.checks.run_prompts import refuse_long_prompts
-from asyncrl.deploy.checks.run_prompts import refuse_marks, refuse_unreadable
+from asyncrl.deploy.checks.model_checks import here
+from asyncrl.deploy.checks.run_prompts import refuse_long_prompts, refuse_marks, refuse_unreadable
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.prompt_rows import PromptRows

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from asyncrl.deploy.commands.command_parser import CommandParser
 
 if TYPE_CHECKING:
-    from asyncrl.deploy.commands.replayed_service import RecordedWorker
-    from asyncrl.deploy.commands.replayed_service import ReplayedCall
+    from asyncrl.deploy.commands.replayed_service import RecordedWorker, ReplayedCall
 
 SHOWN = 5
 """Differences of one call that are printed."""
@@ -44,8 +43,7 @@ def _parser() -> CommandParser:
 
 
 def _replay(worker: "RecordedWorker", first: int | None, last: int | None) -> int:
-    from asyncrl.deploy.commands.replayed_service import steps_from
-    from asyncrl.deploy.commands.replayed_service import replay
+    from asyncrl.deploy.commands.replayed_service import replay, steps_from
     from asyncrl.errors import ConfigError
 
     checkpoint = None

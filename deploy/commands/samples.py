@@ -11,16 +11,16 @@ from asyncrl.telemetry.run_directory import missing_run
 
 if TYPE_CHECKING:
     from asyncrl.tasks.stored_samples import ColumnNames
-    from asyncrl.telemetry.samples_file import SampleRecord
     from asyncrl.telemetry.sample_panel import SpecialTokens
+    from asyncrl.telemetry.samples_file import SampleRecord
 
 DESCRIPTION = f"{__doc__} Without --step, --group, --best, --worst or --masked it shows samples of the last step."
 
 
 def main(arguments: list[str]) -> int:
-    from asyncrl.telemetry.samples_file import TRANSITIONS, read_samples, select_samples
     from asyncrl.telemetry.display import CleanConsole
     from asyncrl.telemetry.sample_panel import group_panel, sample_panel
+    from asyncrl.telemetry.samples_file import TRANSITIONS, read_samples, select_samples
 
     asked = _parser().parse_args(arguments)
     path = asked.run / "samples.jsonl"

@@ -2,18 +2,16 @@
 one does not wait for workers."""
 
 import asyncio
-import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Self
-from weakref import WeakKeyDictionary
 import re
+import signal
 import sys
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary
+
 from asyncrl.errors import AsyncrlError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -124,6 +122,7 @@ def interrupt(work: "asyncio.Task[Any]") -> None:
         receiver.receive(signal.SIGINT)
     else:
         work.cancel()
+
 
 # Runs a coroutine to its end, also where an event loop runs already, as in a notebook, and says errors in Python.
 

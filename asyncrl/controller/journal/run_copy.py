@@ -7,28 +7,23 @@ What the head does not name does not exist: a machine that dies between parts an
 the run of the head before, and parts that the next upload takes as sent, or removes.
 """
 
+import asyncio
 import json
 import os
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
-from asyncrl.controller.journal.run_storage import run_lock
-from asyncrl.errors import ConfigError, JournalError
-from dataclasses import dataclass, field
-from typing import Protocol
-from asyncrl.errors import ConfigError
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
 from asyncrl.concurrency import running_beside
-from asyncrl.errors import FleetFailed
+from asyncrl.controller.journal.run_storage import run_lock
+from asyncrl.errors import ConfigError, FleetFailed, JournalError
 
 # A store of objects, as far as a copy of a run needs it: bytes by name, and one head that is exchanged atomically.
 
@@ -111,6 +106,7 @@ class MemoryObjects:
 
 def _tag(data: bytes) -> str:
     return sha256(data).hexdigest()
+
 
 FORMAT = 1
 PART_BYTES = 4 << 20
@@ -373,6 +369,7 @@ def head_of(objects: Objects, run_dir: Path) -> tuple[Head | None, str]:
     if head.writer not in writers_of(run_dir):
         raise OtherWriter(f"{objects.address} holds step {head.version} of a run that is not in {run_dir}: begin again")
     return head, found[1]
+
 
 # Copies a run to a store after each checkpoint, beside the run.
 

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from io import BytesIO
 
 from asyncrl.config.install_hints import install_extra, program
-from asyncrl.controller.journal.run_copy import PARTS, OtherWriter
-from asyncrl.controller.journal.run_copy import WAYS
+from asyncrl.controller.journal.run_copy import PARTS, WAYS, OtherWriter
 from asyncrl.errors import ConfigError
 
 ADDRESS = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(\S*[^/\s])/?")

@@ -1,20 +1,19 @@
 """Has a worker record a profile of its torch operators, and writes it into the run directory."""
 
 import asyncio
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+
+from xxhash import xxh3_64_hexdigest
+
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused
 from asyncrl.fleet.health import HealthPoller
 from asyncrl.fleet.remote_worker import RemoteWorker
-from asyncrl.protocols.messages import Profile
-from asyncrl.protocols.service_contracts import Contract
-import math
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
-from xxhash import xxh3_64_hexdigest
-from asyncrl.protocols.messages import HeldWeights
-from asyncrl.protocols.service_contracts import Training
+from asyncrl.protocols.messages import HeldWeights, Profile
+from asyncrl.protocols.service_contracts import Contract, Training
 
 PROFILE = Contract.endpoints["profile"]
 LONGEST = 600.0
@@ -82,6 +81,7 @@ def summary(name: str, seconds: float, path: Path, found: Profile) -> Iterator[s
             yield f"{'ms of its own':>14} {'share':>6} {'calls':>8}  {title}"
         for each, calls, own in items[:SHOWN]:
             yield f"{1e3 * own:>14,.1f} {own / total if total else 0:>6.1%} {calls:>8,}  {each:.80}"
+
 
 # Describes the weights that each pipeline stage of the trainer holds, for a person who compares ranks or versions.
 

@@ -5,23 +5,19 @@
 A guard speaks once, and again only after WINDOW steps without that trouble.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import fmean
-from asyncrl.config.schema import Config
-from asyncrl.controller.journal.ledger import Dropped
-from asyncrl.controller.observers.alarms import REWARD, Alarm
-from asyncrl.controller.observers.events import Event, SampleScored, StepDone
-from asyncrl.environments.transcript import FAILED
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean, median
-from asyncrl.controller.observers.alarms import failed_in
+
+from asyncrl.config.schema import Config
+from asyncrl.controller.journal.ledger import Dropped
+from asyncrl.controller.observers.alarms import REWARD, Alarm, failed_in
 from asyncrl.controller.observers.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.controller.observers.step_metrics import batch_metrics, step_of
+from asyncrl.environments.transcript import FAILED
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.rewards.templates import reaches
 
@@ -185,6 +181,7 @@ def _move(metrics: Mapping[str, float]) -> float | None:
     if kl is None or staleness < LEAST_STALENESS or not taught or not metrics.get("learning_rate"):
         return None
     return math.sqrt(2 * max(0.0, kl)) / staleness
+
 
 FEWEST_SAMPLES = 64
 """Samples with equal rewards, from the first step on, after which a constant reward is more likely than chance."""

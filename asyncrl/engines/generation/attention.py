@@ -12,25 +12,24 @@ The function is registered with transformers under a name, so that models need n
 """
 
 import math
+import mmap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
-from asyncrl.engines.generation.block_pool import KV_BLOCK, Ints, blocks_for
-from asyncrl.errors import ConfigError
-import mmap
-from collections.abc import Iterator
-from contextlib import suppress
-from itertools import chain
-from numpy.typing import NDArray
-from torch import Tensor
-from asyncrl.engines.models.model_families import RecordShape
+
 from asyncrl.engines.generation.block_pool import KV_BLOCK, BlockTables, Ints, blocks_for
+from asyncrl.engines.models.model_families import RecordShape
+from asyncrl.errors import ConfigError
 
 # The memory of the paged KV cache: keys and values of all layers in blocks of positions, in the model's precision.
 #
@@ -160,6 +159,7 @@ def _reserve(shape: tuple[int, ...], like: Tensor) -> Tensor:
     with suppress(OSError):  # A kernel without huge pages refuses it.
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=like.dtype).view(shape)
+
 
 # Windows, soft caps and sinks: the rules of some families for attention scores beside the causal mask.
 

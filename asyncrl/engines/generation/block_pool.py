@@ -1,9 +1,11 @@
 """Blocks of the KV cache: which exist and how often each is used, and which of them a sequence owns."""
 
 from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
-from typing import Any
+
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.errors import ConfigError
@@ -171,6 +173,7 @@ class BlockTables:
 def blocks_for(length: int) -> int:
     """Returns how many blocks have room for `length` positions."""
     return -(-length // KV_BLOCK)
+
 
 # The number of blocks that the KV cache of an experiment has.
 

@@ -1,20 +1,18 @@
 """The running batch: a table of the samples in slots. Row i is slot i, and used rows are always the first ones."""
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 import numpy as np
 from numpy.typing import NDArray
-from asyncrl.engines.models.model_families import RecordShape
-from asyncrl.engines.generation.block_pool import Ints
-from asyncrl.engines.generation.engine_interface import Completion, Finish, SampleRequest
-from asyncrl.protocols.seeds import draws
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+
 from asyncrl.engines.generation.block_pool import KV_BLOCK, BlockTables, Ints, KeptBlocks, blocks_for
-from asyncrl.engines.generation.engine_interface import Key
+from asyncrl.engines.generation.engine_interface import Completion, Finish, Key, SampleRequest
+from asyncrl.engines.models.model_families import RecordShape
+from asyncrl.protocols.seeds import draws
 
 Experts = NDArray[Any]
 """Numbers of experts [tokens, routers x k], see record_shape.py."""
@@ -190,13 +188,14 @@ class RunningBatch:
             experts = self._experts.of(row, len(self.requests[row].prompt), int(self.sampled[row]))
         return Completion(self.requests[row], *recorded, finish, text, experts)
 
+
 # Who gets the blocks of the KV cache: running rows, prompts that several rows share, and parked sequences.
 #
-#     decoding row needs a block ── free? ── else evict parked sequences, then shared prompts ── else preempt the youngest
-#                                                                                             row: it prefills again later
+#     decoding row needs a block ── free? ── else evict parked sequences, then shared prompts
+#                                         ── else preempt the youngest row: it prefills again later
 #
 # The row that started first never loses its blocks, and the cache holds at least one row of the longest length, so it
-# always ends: nothing waits for ever.
+# always ends: nothing waits forever.
 
 
 PromptKey = bytes  # the tokens themselves and pictures: equal prompts of different groups are shared too

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
+
 from asyncrl.config.sections.training_config import LoraConfig
-from asyncrl.engines.models.model_families import REPLAYED, RecordShape
+from asyncrl.engines.models.model_families import REPLAYED, RecordShape, can_pack
 from asyncrl.engines.models.model_preparation import sees_pictures
-from asyncrl.engines.models.warmed_model_cache import EYES, HEADS, HEADS_FOR_VLLM
 from asyncrl.engines.models.prompt_pictures import WITH_PICTURES
-from asyncrl.engines.models.model_families import can_pack
+from asyncrl.engines.models.warmed_model_cache import EYES, HEADS, HEADS_FOR_VLLM
 from asyncrl.protocols.distribute_collect import even_parts
-from dataclasses import dataclass
 
 # The numbers of a model's encoder of pictures that decide how much memory it takes; without torch.
 #
@@ -79,6 +78,7 @@ class EncoderShape:
         model."""
         feeding = narrow * (FEEDING * self.hidden + GATES * self.inner)
         return patches * max(FLOAT * ATTENDING * self.hidden, feeding)
+
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("qwen3", "qwen3_moe")

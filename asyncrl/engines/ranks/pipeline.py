@@ -8,18 +8,17 @@ in its own shape. torch wants one shape for all that is sent: the states of the 
 behind those of smaller ones. torch makes the buffers for all micro-batches of a run at once.
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
-from asyncrl.engines.ranks.rank_mesh import RankMesh
-from asyncrl.errors import ConfigError
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+
 from asyncrl.engines.ranks.rank_limits import refusal_of_stages
-from asyncrl.engines.ranks.rank_mesh import Ranks
+from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
+from asyncrl.errors import ConfigError
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.protocols.distribute_collect import even_parts
 
@@ -185,6 +184,7 @@ def _give_up(whole: nn.Module, kept: set[int]) -> None:
             if id(each) not in replaced:
                 replaced[id(each)] = nn.Parameter(each.detach().to("meta"), requires_grad=each.requires_grad)
             setattr(module, name, replaced[id(each)])
+
 
 Body = Callable[[int, Tensor | None], Tensor]
 """Maps number of a micro-batch, and the states [tokens, width] of the stage before, None at the first, to states."""

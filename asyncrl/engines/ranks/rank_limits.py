@@ -15,10 +15,9 @@ from asyncrl.config.placement import layouts
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.training_config import AnyLayout
-from asyncrl.engines.models.model_families import refusal_of_sharing
+from asyncrl.engines.models.model_families import FAMILIES, can_pack, refusal_of_sharing
 from asyncrl.engines.models.model_shape import described
 from asyncrl.engines.models.prompt_pictures import WITH_PICTURES
-from asyncrl.engines.models.model_families import FAMILIES, can_pack
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
 from asyncrl.protocols.rank_layout import Layout
 

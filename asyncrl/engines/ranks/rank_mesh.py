@@ -22,26 +22,24 @@ import math
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
+
 from asyncrl.errors import PeerLost
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
-from asyncrl.protocols.rank_layout import AXES, AXES_OF_EXPERTS, Axis, Layout
-import threading
-from typing import Any
-from torch._C._distributed_c10d import Store
 from asyncrl.lanes.control.message_codec import decode, encode
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from itertools import accumulate, pairwise
-from torch import Tensor
+from asyncrl.protocols.rank_layout import AXES, AXES_OF_EXPERTS, Axis, Layout
 
 # Exchanges along one axis of a trainer's ranks: one rank alone, or processes over torch.distributed.
 
@@ -187,6 +185,7 @@ class DistributedRanks(Ranks):
             dist.all_gather(parts, moved, self._group)
         return [part.to(values.device) for part in parts]
 
+
 # Tells the ranks of a replica what they compute next, in the order that the first of them chooses.
 #
 #     controller ── values, update ──> rank 0 ── "1/7", "2/7" ──> TCP store ──> ranks 1 and 2
@@ -257,6 +256,7 @@ class Announcements:
 
 def _write(store: Store, key: str, letters: bytes) -> None:
     store.set(key, letters)  # type: ignore[arg-type]  # Its stub knows text alone.
+
 
 Waiting = Callable[[], AbstractContextManager[None]]
 Part = TypeVar("Part")

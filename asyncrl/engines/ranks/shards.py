@@ -9,21 +9,19 @@ so that no rank holds a gradient of all weights.
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from asyncrl.engines.models.tensor_parts import StoredTensor
-from asyncrl.errors import ConfigError
-from asyncrl.lanes.weights.slot_memory import whole_tensor
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+
 from asyncrl.engines.models.tensor_parts import Kind, StoredTensor, TensorPart
-from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.ranks.pipeline import StageWeights
-from asyncrl.errors import JournalError
+from asyncrl.engines.ranks.rank_mesh import RankMesh
+from asyncrl.errors import ConfigError, JournalError
+from asyncrl.lanes.weights.slot_memory import whole_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -190,6 +188,7 @@ def _cut(placement: "Placement") -> int | None:
     """Returns the dimension along which a placement cuts; None where ranks hold the same."""
     dim: int | None = getattr(placement, "dim", None)
     return dim
+
 
 # The parts of weights and moments that a rank writes into a checkpoint, and takes from one: each is written once.
 #

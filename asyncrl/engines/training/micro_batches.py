@@ -6,28 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, TypeAlias
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
 from asyncrl.config.schema import Config
+from asyncrl.engines.models.model_families import shared_from
 from asyncrl.engines.models.picture_input import PictureInput
 from asyncrl.engines.models.prompt_pictures import PromptPictures
+from asyncrl.engines.training.packed_rows import PackedAttention, pack_rows
 from asyncrl.engines.training.train_rows import (
     ALL_SAMPLED,
+    Ids,
     Sampled,
     Spans,
+    TrainRow,
     are_plain,
     contexts_of,
     padded_sizes,
 )
-from asyncrl.engines.training.packed_rows import PackedAttention
-from asyncrl.engines.training.packed_rows import pack_rows
-from asyncrl.engines.models.model_families import shared_from
-from asyncrl.engines.training.train_rows import Ids
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.protocols.batch import EXPERTS, SPANS, Batch
-from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
 from asyncrl.protocols.staleness import Policy, live
 
@@ -129,6 +130,7 @@ def mask_metrics(counts: Tensor) -> dict[str, float]:
         "mask/stale_fraction": stale / max(1, tokens),
         "mask/truncated_fraction": truncated / max(1, tokens),
     }
+
 
 PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64] | float
 

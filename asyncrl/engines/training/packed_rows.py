@@ -8,24 +8,25 @@ prompt is a segment, that prompt; it has the position of its own sample. States 
 their last bits.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeAlias
-import numpy as np
-from asyncrl.engines.models.model_families import WORTH, is_shared
-from asyncrl.engines.training.train_rows import Ids
 import os
 import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from asyncrl.engines.models.model_families import WORTH, is_shared
+from asyncrl.engines.training.train_rows import Ids
 
 if TYPE_CHECKING:
     from asyncrl.engines.training.segment_visibility import SegmentVisibility
@@ -115,6 +116,7 @@ def _segments(places: Sequence[int]) -> list[RowSegment]:
         return [RowSegment(begin, places[-1] - begin)]
     answers = [RowSegment(at, end - at, begin, first - begin) for at, end in pairwise(places[1:]) if end > at]
     return [RowSegment(begin, first - begin), *answers]
+
 
 # Attention of packed rows: segments of different lengths, whose tokens see one segment and the prompt that it names.
 #

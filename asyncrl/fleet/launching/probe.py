@@ -11,19 +11,17 @@ The bounds hold for all hosts together: whoever has a key takes no more of the c
 
 import asyncio
 import secrets
+import statistics
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
 from asyncrl.errors import Refused
-from asyncrl.protocols.messages import JoinRequest, ProbeAnswer
-from asyncrl.protocols.messages import Call
-import statistics
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from asyncrl.fleet.launching.joining import HEARTBEAT, joining_hello
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
+from asyncrl.protocols.messages import Call, JoinRequest, ProbeAnswer
 
 TURN = 5.0
 """Seconds from the begin of a probe to that of the next one."""
@@ -91,6 +89,7 @@ class ProbePoint:
         if count > self._left[way]:
             raise Refused(f"a probe may move {PROBE_BYTES} bytes each way")
         self._left[way] -= count
+
 
 # A host's end of a probe: measures clock, round trips and bandwidth to a join point, without joining.
 #

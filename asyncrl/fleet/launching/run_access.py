@@ -5,34 +5,29 @@
 Only who can read that file, which has mode 0600, can send commands. Each start of a run has fresh keys.
 """
 
+import asyncio
 import json
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
 from asyncrl.concurrency import running_beside
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused
 from asyncrl.fleet.launching.joining import HEARTBEAT, REQUEST_BYTES, joining_hello
+from asyncrl.fleet.launching.key_folder import WorkerKey
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols.messages import Call
-from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
-import asyncio
-import time
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
-from asyncrl.errors import DeadlineExceeded, PeerLost, Refused
-from asyncrl.fleet.launching.joining import HEARTBEAT, joining_hello
-from asyncrl.fleet.launching.key_folder import WorkerKey
-from asyncrl.lanes.control.wire import Wire
 from asyncrl.telemetry.jsonl import newest_line
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 
 DEADLINE = 10.0
 """Seconds for an answer of a command that starts what it wants and does not wait for its end."""
@@ -110,6 +105,7 @@ def _write(file: Path, content: CommandAddress) -> None:
     with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         json.dump(asdict(content), out)
     unfinished.replace(file)
+
 
 # The state of a run for people on other hosts, over the connection by which hosts join.
 #
