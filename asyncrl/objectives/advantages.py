@@ -1,4 +1,5 @@
-"""Advantage estimators in float64: for the samples of one batch, when it is cut; for the tokens of one answer (GAE)."""
+"""Advantage estimators in float64: for the samples of one batch, when it is cut; for the tokens of one answer (GAE);
+and those of rewards under a cost limit, with the price of costs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Surrogate losses of the policy, per token, and their aggregation: pure functions on flat tensors [tokens].
+"""The losses of policies, critics and reward models: pure functions on flat tensors.
 
 `log_ratio` is the current minus the old log-prob of the sampled token and carries the gradient; advantages carry none.
 `corrections` chooses the old policy and the weight of each loss term.

@@ -33,7 +33,7 @@ from asyncrl.errors import ConfigError
 
 # The memory of the paged KV cache: keys and values of all layers in blocks of positions, in the model's precision.
 #
-# Which sequence owns which block is decided by `scheduling/block_pool.py`. All memory is reserved at the first write
+# Which sequence owns which block is decided by `block_pool.py`. All memory is reserved at the first write
 # and never moved or doubled. On CPUs the system provides a page when a block is first written, so the cache takes
 # what the blocks in `BlockPool.touched` need.
 

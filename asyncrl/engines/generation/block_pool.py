@@ -1,4 +1,5 @@
-"""Blocks of the KV cache: which exist and how often each is used, and which of them a sequence owns."""
+"""Blocks of the KV cache: how often each is used, which of them a sequence owns, and how many an experiment has;
+without torch."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,5 @@
-"""The edge between the generation service and what computes its samples."""
+"""The edge between the generation service and what computes its samples: requests, completions, and an engine's
+calls."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,8 @@
-"""Loads a causal LM for sampling and computes its logits over a flat row of tokens, with our own KV cache.
+"""The model of the torch engine: loaded, cut to what this rank generates with, and computed over a flat row of tokens.
 
-The model's own modules compute, or `llama_fast_path.py` where that knows the model. Models whose attention the engine
-does not compute are refused: by their config where it tells, and by a comparison of logits where nothing does.
+The model's own modules compute, or the fast path, which is written out here, where that knows the model. Models whose
+attention the engine does not compute are refused: by their config where it tells, and by a comparison of logits where
+nothing does.
 """
 
 from collections.abc import Callable, Iterator, Mapping

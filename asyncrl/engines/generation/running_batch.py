@@ -1,4 +1,7 @@
-"""The running batch: a table of the samples in slots. Row i is slot i, and used rows are always the first ones."""
+"""The running batch: a table of the samples in slots, and who of them gets the blocks of the KV cache.
+
+Row i is slot i, and used rows are always the first ones.
+"""
 
 import time
 from collections import Counter

@@ -1,4 +1,5 @@
-"""Tokenization of prompts (text, or messages with a chat template), turns and completions, stop strings and end ids."""
+"""Tokenization: what tokenizer and chat template write around texts, prompts (text, or messages), the turns of
+episodes, completions with their stop strings, and the ids that end an answer."""
 
 import json
 import re

@@ -1,7 +1,8 @@
-"""Low-rank layers: y = W x + b + (alpha / rank) B A x, where only A [rank, in] and B [out, rank] are trained.
+"""LoRA adapters (arXiv 2106.09685): low-rank layers beside frozen weights, and their folders in the format of peft.
 
-Source: LoRA (arXiv 2106.09685, section 4.1). An adapted layer keeps the names of its weight and bias, so that a model
-with adapters and one without have the same names for the base model.
+y = W x + b + (alpha / rank) B A x, where only A [rank, in] and B [out, rank] are trained (section 4.1). An adapted
+layer keeps the names of its weight and bias, so that a model with adapters and one without have the same names for the
+base model.
 """
 
 import json

@@ -1,6 +1,8 @@
-"""The families of models that this version trains, and why others are refused; read from config.json, without torch.
+"""What the config.json of a model says of its family, without torch: whether this version trains it and why others are
+refused, which experts are recorded of its tokens, whether its rows are packed, and what it does differently with
+longer rows.
 
-tests/unit/engines/models/test_families.py trains a tiny random model of each family in TRAINED and holds that the
+tests/unit/engines/generation/test_families.py trains a tiny random model of each family in TRAINED and holds that the
 engine's log-probs are those of transformers. docs/models.md has them as tables.
 """
 
@@ -21,8 +23,9 @@ from asyncrl.protocols.batch import Columns, expert_columns
 
 # The shape of what generation records of the routers for each token, read from a model's config.json, without torch.
 #
-# record of a token layer 0: k numbers of experts | layer 1: k numbers | ... layers with experts only dtype one byte
-# up to 255 experts, else two NONE the largest number of the dtype: nothing is recorded of the token
+#     record of a token    layer 0: k numbers of experts | layer 1: k numbers | ...       layers with experts only
+#     dtype                one byte up to 255 experts, else two
+#     none                 the largest number of the dtype: nothing is recorded of the token
 
 
 KEY = "training.router_replay"

@@ -1,4 +1,5 @@
-"""Checks model folders by their JSON files, headers and sizes, without torch and without reading weights."""
+"""Model folders by their JSON files, headers and sizes, without torch: what they hold, what of it is damaged, how long
+its rows may be, and the digest of its weights."""
 
 import json
 import os

@@ -1,5 +1,8 @@
-"""Loads models with transformers: one at a time per process, quietly, and into private memory, because every process
-that reads weights mapped from a file is killed by SIGBUS when the file is truncated later."""
+"""Loads models with transformers, whole or by slices of their files, and scales their logits as their family does.
+
+A process loads one model at a time, quietly, and into private memory, because every process that reads weights mapped
+from a file is killed by SIGBUS when the file is truncated later.
+"""
 
 import re
 import threading

@@ -1,4 +1,5 @@
-"""Reads the numbers of a model that decide how much memory it takes, from its config.json or by its name."""
+"""The numbers of a model, and of its encoder of pictures, that decide how much memory it takes: read from its
+config.json, or known by its name; without torch."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""The pictures of a prompt as a model sees them: pixels by patch, and the positions of all tokens in three dimensions.
+"""The pictures of a prompt: made from files by the model's image processor, placed among the tokens of the prompt, and
+stored in a row of their own for all samples of its group.
 
 A picture of t x h x w patches takes t x h x w / merge^2 tokens. A text token has the same position in all dimensions;
 the tokens of a picture have those of their patches, and the text behind it goes on after the largest (M-RoPE, Qwen2-VL,

@@ -1,1 +1,1 @@
-"""The ranks of a trainer: where they find each other, and what they exchange."""
+"""Ranks that hold or compute one model together: their groups, and the parts of the model that each has."""

@@ -1,9 +1,8 @@
-"""Layers that ranks with the same rows compute together, by the plan that the model itself comes with.
+"""Layers that several ranks compute together.
 
-    colwise    a rank has some of the outputs of a linear layer: heads of attention, or inner values
-    rowwise    a rank has the weights of its inputs, and the ranks sum their outputs
-
-Embedding, norms and head are whole on every rank; their gradients have the same bits there.
+tp    each rank has a part of every linear layer                  the same rows
+sp    each rank has a slice of the tokens, in attention of heads  the same rows and weights
+ep    each rank has some of the experts                           rows of its own
 """
 
 from collections.abc import Sequence
@@ -24,6 +23,14 @@ from asyncrl.engines.ranks.rank_limits import refusal_of_slicing, refusal_of_spl
 from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.engines.ranks.shards import own_part, refuse_shared_gpu
 from asyncrl.errors import ConfigError
+
+# Linear layers of ranks with the same rows, split by the plan that the model itself comes with.
+#
+#     colwise    a rank has some of the outputs of a linear layer: heads of attention, or inner values
+#     rowwise    a rank has the weights of its inputs, and the ranks sum their outputs
+#
+# Embedding, norms and head are whole on every rank; their gradients have the same bits there.
+
 
 STYLES = ("colwise", "rowwise")
 

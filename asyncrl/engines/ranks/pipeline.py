@@ -1,11 +1,12 @@
-"""Runs micro-batches through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
+"""Pipeline stages: the layers that each rank holds, and how micro-batches run through all of them.
 
     stage 0    F0  F1  ..  B0  F2  B1  F3 ..      F: forward of a micro-batch, B: its backward
     stage 1        F0  B0  F1  B1  F2 ..          (1F1B; GPipe where there are fewer micro-batches than stages)
 
-All stages hold the same rows, so that only states and their gradients are passed on, and each micro-batch is computed
-in its own shape. torch wants one shape for all that is sent: the states of the largest micro-batch, flat, with padding
-behind those of smaller ones. torch makes the buffers for all micro-batches of a run at once.
+The schedules are those of torch.distributed.pipelining. All stages hold the same rows, so that only states and their
+gradients are passed on, and each micro-batch is computed in its own shape. torch wants one shape for all that is sent:
+the states of the largest micro-batch, flat, with padding behind those of smaller ones. torch makes the buffers for all
+micro-batches of a run at once.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Weights that ranks share out by FSDP2: each rank holds a part of every tensor, and layers gather theirs as they run.
+"""Weights that ranks share out by FSDP2, and the parts of weights and moments that each rank writes into a checkpoint.
 
     forward     layer by layer: gather its weights, compute, free them
     backward    the same from the last layer on, and each rank keeps the sum of its part of the layer's gradient

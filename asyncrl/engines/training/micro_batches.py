@@ -1,5 +1,8 @@
-"""Splits rows into the forward passes of a model: micro-batches of similar length, and the tensors of each, in which
-rows are packed or padded for the model, and their live tokens are flat, row after row, for the loss."""
+"""From the rows of a batch to the forward passes of a model.
+
+rows ── mask_rows ──> what of each enters the loss ── micro_batches ──> rows of similar length
+     ── lay_out_rows ──> tensors of a pass, packed or padded ── micro_batch ──> tensors of a loss, flat, row after row
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Models with their heads, for trainer, reference, critic and reward model: logits, or one number per token."""
+"""Models with their heads, for trainer, reference, critic and reward model: how they are loaded and shared out over
+ranks, and the values, scores or log-probs that they give to tokens.
+
+Trainer and reference compute log-probs of sampled tokens only here (`token_logprobs`).
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,5 @@
-"""The optimizer on float32 master weights: schedule, gradient clipping, no step on a gradient that is not finite."""
+"""The optimizer on float32 master weights: gradients summed over ranks and clipped, the schedule of the learning rate,
+and no step on a gradient that is not finite."""
 
 import importlib
 import math

@@ -1,5 +1,5 @@
-"""Lays out samples one after the other in one row of the model, without padding, and computes prompts that samples
-share once.
+"""Packed rows: samples one after the other in one row of the model, without padding, prompts that samples share
+computed once, and the attention of both.
 
     row of the model     prompt A | answer 1 | answer 2 | prompt B and answer 3 | prompt C | answer 4 | answer 5
 

@@ -1,4 +1,7 @@
-"""The policy loss of a micro-batch: combines the objectives that the config chooses into loss terms."""
+"""The policy loss of a micro-batch: the advantage of each token, the terms that the config chooses, and their metrics.
+
+set_token_advantages ──> advantages ── policy_loss_terms ──> LossTerms ── PolicyTotals ──> metrics of the step
+"""
 
 import math
 from collections.abc import Sequence

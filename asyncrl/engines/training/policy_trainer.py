@@ -1,4 +1,5 @@
-"""The trainer of the policy and its step: any causal language model of transformers, one device per rank."""
+"""The trainer of the policy and its step: any causal language model of transformers, one device per rank, which learns
+from samples and beside them from texts of `task.pretrain`."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""Training rows: the columns that an algorithm reads, the rows made of them, and the targets of critics in each row."""
+"""The rows of a training batch: the columns that an algorithm reads, the rows made of them, the targets of critics in
+each row, and the contexts of the rows of episodes."""
 
 import hashlib
 from collections.abc import Collection, Sequence

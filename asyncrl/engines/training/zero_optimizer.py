@@ -1,4 +1,5 @@
-"""The optimizer of ranks that share out moments and gradients by DeepSpeed."""
+"""The optimizer of ranks that share out moments, gradients and weights by DeepSpeed, and the choice between it and
+torch's own (`open_optimizer`)."""
 
 import importlib
 import logging
@@ -114,7 +115,7 @@ def _options(settings: TrainingConfig, bucket: int) -> dict[str, Any]:
 
 # Weights that ranks share out in flat parts, as DeepSpeed does in stage 3.
 #
-# a tensor of 10 numbers on 4 ranks [0 1 2] [3 4 5] [6 7 8] [9 . .] the last parts may have less, or nothing
+#     a tensor of 10 numbers on 4 ranks   [0 1 2] [3 4 5] [6 7 8] [9 . .]   the last parts may have less, or nothing
 
 
 class FlatTensor(ElsewhereTensor):

@@ -28,7 +28,8 @@ from asyncrl.protocols.messages import Published
 
 # The weights of one version, as a process of vLLM reads them from the trainer's arena.
 #
-# without model.lora all tensors of the arena with it the base model in its folder, plus the adapters of the arena
+#     without model.lora    all tensors of the arena
+#     with it               the base model in its folder, plus the adapters of the arena
 
 
 NamedTensors = Iterable[tuple[str, Tensor]]
