@@ -28,7 +28,7 @@ from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.turn_requests import ROW, Trajectory, Turn, TurnRequests
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
 from asyncrl.engines.models.model_families import recorded_columns
-from asyncrl.engines.models.picture_rows import GroupPictures
+from asyncrl.engines.models.prompt_pictures import GroupPictures
 from asyncrl.engines.ranks.rank_mesh import Announcements
 from asyncrl.environments.loading import answer_role
 from asyncrl.environments.transcript import unfinished_in

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from asyncrl.concurrency import start_task
-from asyncrl.engines.models.picture_rows import read_pictures
-from asyncrl.engines.models.prompt_pictures import PromptPictures
+from asyncrl.engines.models.prompt_pictures import PromptPictures, read_pictures
 from asyncrl.engines.ranks.rank_mesh import Announcements, RankMesh, RankPlace, connect_beside, connect_mesh
 from asyncrl.engines.training.micro_batches import forward_passes
 from asyncrl.engines.training.train_rows import token_columns

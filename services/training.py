@@ -17,8 +17,7 @@ from asyncrl.engines.acting.acting_trainer import ActingStep, ActingTrainer
 from asyncrl.engines.acting.stepping.spaces import read_spaces
 from asyncrl.engines.acting.transitions import COLUMNS, transition_rows
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.models.picture_rows import read_pictures
-from asyncrl.engines.models.prompt_pictures import PromptPictures
+from asyncrl.engines.models.prompt_pictures import PromptPictures, read_pictures
 from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer

@@ -18,7 +18,6 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.training_config import ModelConfig
 from asyncrl.engines.generation.block_pool import ITEM_BYTES, KV_BLOCK, blocks_within, engine_slots
 from asyncrl.engines.generation.tokenization import Marks, configs_in, json_object, named_ends
-from asyncrl.engines.models.lora_targets import adapted_names
 from asyncrl.engines.models.model_folder import TOKENIZERS, is_complete, vocabulary, weight_files
 from asyncrl.engines.models.model_preparation import cached_folder, is_hub_name, why_not
 from asyncrl.engines.models.model_shape import FLOAT, Shape, layers_of_stage, shape_of
@@ -268,7 +267,7 @@ def adapter_problems(config: Config, model: str) -> Iterator[Problem]:
     if lora is None or not layers:
         return
     try:
-        chosen = adapted_names(lora, layers)
+        chosen = lora.adapted(layers)
     except ConfigError as error:
         yield Problem.of_error(error, "model.lora")
         return

@@ -1,12 +1,13 @@
 """The section `[training]`: the optimizer and the trainer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from asyncrl.config.sections.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.errors import ConfigError
 
 # The sections `[model]`, the policy, and `[weights]`, the way of its new weights to generation.
 
@@ -26,6 +27,22 @@ class LoraConfig(Section):
     """Names of the layers with an adapter, such as "q_proj"."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs that training leaves out."""
+
+    def adapted(self, layers: Collection[str]) -> set[str]:
+        """Returns the names of the layers that get an adapter. layers: names of the linear layers. Raises ConfigError
+        when a target names none of them."""
+        return {name for target in self.targets for name in _named_by(target, layers)}
+
+
+def _named_by(target: str, layers: Collection[str]) -> list[str]:
+    found = [name for name in layers if target == ALL_LINEAR or f".{name}".endswith(f".{target}")]
+    if not found:
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none"
+        raise ConfigError(
+            f"model.lora: targets names {target!r}, and no linear layer of the model has this name. Layers that can "
+            f"be adapted: {known}; or write {ALL_LINEAR!r} for all of them"
+        )
+    return found
 
 
 class ModelConfig(Section):

@@ -19,7 +19,6 @@ from torch.nn.functional import dropout, linear
 from transformers import AutoTokenizer
 
 from asyncrl.config.sections.training_config import ALL_LINEAR, LoraConfig
-from asyncrl.engines.models.lora_targets import adapted_names
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, ADAPTERS
 from asyncrl.engines.models.model_loading import load_pretrained
 from asyncrl.errors import ConfigError, WeightsError
@@ -73,7 +72,7 @@ def attach(model: Any, lora: LoraConfig, seed: int) -> None:
     adapters. Raises ConfigError when a target names no such layer."""
     head = model.get_output_embeddings()
     layers = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and each is not head}
-    chosen = adapted_names(lora, layers)
+    chosen = lora.adapted(layers)
     model.requires_grad_(False)
     random = torch.Generator().manual_seed(seed)
     for name in (name for name in layers if name in chosen):

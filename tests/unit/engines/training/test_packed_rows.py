@@ -24,8 +24,7 @@ from asyncrl.engines.training.models_with_heads import (
     token_logprobs,
 )
 from asyncrl.engines.training.optimizer import Optimizer
-from asyncrl.engines.training.packed_rows import PackedAttention, RowSegment, pack_rows
-from asyncrl.engines.training.segment_visibility import TILE, SegmentVisibility
+from asyncrl.engines.training.packed_rows import TILE, PackedAttention, RowSegment, SegmentVisibility, pack_rows
 from asyncrl.engines.training.train_rows import TrainRow
 
 TOLERANCE = 2e-5
