@@ -91,7 +91,7 @@ class FeedbackService(RewardService):
     def _useful_to(self, ref: RowRef) -> float:
         """Returns the newest version of the policy that may train on a sample."""
         staleness = self.context.config.staleness
-        stamp = {"mask": ref.last, "drop": ref.first}.get(staleness.policy)
+        stamp = staleness.rule.expires(ref.first, ref.last)
         return math.inf if stamp is None else stamp + staleness.limit
 
     def _count(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from asyncrl.config.schema import Config
-from asyncrl.protocols.staleness import Policy
+from asyncrl.protocols.staleness import POLICIES, Policy, StalenessPolicy
 
 SPARE_GROUPS = 2
 """Groups whose rows a worker still makes after their samples were released, until it hears that the call has ended."""
@@ -37,7 +37,7 @@ class GateConfig:
     def of(cls, config: Config) -> Self:
         """Returns the gate of an experiment; `staleness.cut_at` defaults to max(2, G // 2)."""
         members = config.task.samples_per_prompt
-        whole = config.staleness.policy != "mask" or config.staleness.admission == "lockstep"
+        whole = not config.staleness.rule.by_token or config.staleness.admission == "lockstep"
         cut_at = "never" if whole else config.staleness.cut_at
         return cls(
             groups=config.task.prompts_per_step,
@@ -64,16 +64,20 @@ class GateConfig:
         return (self.limit + 1) * self.batch
 
     @property
+    def rule(self) -> StalenessPolicy:
+        """Returns what follows from the policy."""
+        return POLICIES[self.policy]
+
+    @property
     def cap(self) -> int:
-        """Groups in flight at one time, C. Under `mask` a straggler costs a slot and no credit, so slots add to it."""
-        stragglers = -(-self.slots // self.members) if self.policy == "mask" else 0
-        return (self.limit + 1) * self.groups + stragglers
+        """Groups in flight at one time, C."""
+        return self.rule.capacity(self.limit, self.groups, -(-self.slots // self.members))
 
     def not_before(self, version: int, drawn_at: int) -> int:
         """Returns the oldest version that a sequence may start with whose group was drawn at another one."""
         if self.admission == "lockstep":  # The version does not rise while a sample runs.
             return version
-        if self.policy == "block":  # The deadline of a sample counts from its draw.
+        if self.rule.by_draw:
             return drawn_at
         return max(0, version - self.limit)
 

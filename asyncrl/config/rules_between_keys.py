@@ -29,6 +29,7 @@ from asyncrl.config.sections.algorithm_config import (
     has_dual_clip,
 )
 from asyncrl.config.toml_writer import value_text
+from asyncrl.protocols.staleness import POLICIES
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config, RewardConfig
@@ -274,8 +275,9 @@ def _unread_values(config: "Config") -> Iterator[Problem]:
     staleness = config.staleness
     mismatch = config.mismatch
     a = config.algorithm
-    if isinstance(staleness.cut_at, int) and staleness.policy != "mask":
-        text = f'nothing reads it with policy = "{staleness.policy}", because only "mask" cuts groups: remove it'
+    if isinstance(staleness.cut_at, int) and not staleness.rule.by_token:
+        cutting = " and ".join(f'"{name}"' for name, rule in POLICIES.items() if rule.by_token)
+        text = f'nothing reads it with policy = "{staleness.policy}", because only {cutting} cuts groups: remove it'
         yield _wrong("staleness.cut_at staleness.policy", text, is_warning=True)
     if staleness.limit > LARGEST_FULL_LIMIT and "admission" not in staleness.model_fields_set:
         text = f"""samples are drawn as far ahead as the limit allows, so that most train some {staleness.limit}

@@ -22,6 +22,7 @@ from asyncrl.config.sections.task_config import TaskConfig as TaskConfig
 from asyncrl.config.sections.training_config import GenerationLayoutConfig, LayoutConfig, WeightsConfig
 from asyncrl.config.sections.training_config import ModelConfig as ModelConfig
 from asyncrl.config.sections.training_config import TrainingConfig as TrainingConfig
+from asyncrl.protocols.staleness import POLICIES, POLICY_MEANING, Policy, StalenessPolicy
 
 Scorer = Literal["reward", "cost"]
 """The services that score samples. Each has a section of the config with its name."""
@@ -183,9 +184,7 @@ class StalenessConfig(Section):
 
     limit: Annotated[int, Field(ge=0)] = 2
     """Largest staleness in versions (eta) of a token in the loss, except under `policy = "admit"`; 0: synchronous."""
-    policy: Literal["mask", "drop", "block", "admit"] = "mask"
-    """Treatment of older tokens: they leave the loss (mask), their samples are dropped (drop), the fleet waits so that
-    there are none (block), or they train (admit)."""
+    policy: Annotated[Policy, Field(description=POLICY_MEANING)] = "mask"
     cut_at: Annotated[int, Field(gt=0)] | Literal["never"] | None = None
     """Scored members of a group from which a part of it may train, with `policy = "mask"`; default: max(2,
     samples_per_prompt // 2)."""
@@ -194,6 +193,11 @@ class StalenessConfig(Section):
     which one version samples and the next trains (lockstep; limit = 1)."""
     publish_deadline: PositiveFloat = 10.0
     """Seconds in which generation workers take over new weights; a slower one is started again."""
+
+    @property
+    def rule(self) -> StalenessPolicy:
+        """Returns what follows from `policy`."""
+        return POLICIES[self.policy]
 
 
 class MismatchConfig(Section):

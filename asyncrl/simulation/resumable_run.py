@@ -66,10 +66,10 @@ class Invariants:
             self._lost_in_a_row = 0
             self._drawn_in_a_row = 0
             keys = [row.key for row in event.cuts.batch]
-            policy = self.gate.config.policy
+            rule = self.gate.rule
             assert all(one < next_ for one, next_ in pairwise(keys)), "a batch is sorted by (group, member), each once"
             self.check_trainer()
-            if policy in ("drop", "block"):
+            if rule.bounded and not rule.by_token:
                 stale = [sample for sample in event.report.samples if sample.masked and sample.reason == "stale"]
                 assert not stale, "the gate let a stale token through"
 
@@ -138,7 +138,7 @@ class RunShape:
     @property
     def enforced_limit(self) -> int | None:
         """Returns the limit that the trainer enforces; None admits every token."""
-        return None if self.policy == "admit" else self.limit
+        return self.limit if self.gate.rule.bounded else None
 
 
 class ResumableRun:

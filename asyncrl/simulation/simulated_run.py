@@ -233,7 +233,7 @@ class SimulatedRun(ResumableRun):
         assert len(training.trained) == training.samples_trained, "a sample was trained twice"
         journaled = self.journal.ledger.trained - self._trained_before
         assert journaled == training.samples_trained, "the journal's `trained` is not what entered the loss"
-        if self.scenario.policy != "admit":
+        if self.gate.rule.bounded:
             assert training.oldest <= self.scenario.limit, "a token over the limit is in the loss"
 
     def check_end(self) -> None:

@@ -60,14 +60,13 @@ def graph(config: "Config") -> Iterator[str]:
     for spec in specs:
         yield from ("", *_service_lines(spec, config))
     rows = "shared memory, one slot a row" if config.fleet.wire == "ipc" else "frames over the owner's data socket"
-    limit = config.staleness.limit
-    policy = config.staleness.policy
-    bound = "no bound" if policy == "admit" else f"no token older than {limit} versions"
+    staleness = config.staleness
+    bound = f"no token older than {staleness.limit} versions" if staleness.rule.bounded else "no bound"
     yield ""
     yield f"rows       {rows}; the controller passes references"
     yield from _weight_lines(config)
     yield from _adapter_lines(config)
-    yield f"gate       {policy}: {bound}"
+    yield f"gate       {staleness.policy}: {bound}"
 
 
 def _weight_lines(config: "Config") -> Iterator[str]:

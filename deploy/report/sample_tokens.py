@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
-from asyncrl.protocols.staleness import live
 from asyncrl.telemetry.sample_panel import PLAIN, SpecialTokens
 from asyncrl.telemetry.samples_file import SampleRecord
 
@@ -76,12 +75,11 @@ def shown_tokens(record: SampleRecord, decode: Decode, config: Config) -> list[S
     """Returns the tokens of a sample, at most MAX_TOKENS and a gap between them. A step trains the weights of the
     version before it, so the age of a token is counted from there."""
     trained_version = record.step - 1
-    admitted = config.staleness.policy == "admit"
     numbers = zip(record.token_ids, record.token_logprobs, record.token_versions, *_by_token(record), strict=True)
     found = []
     for token, logprob, version, advantage, reward in numbers:
         age = trained_version - version
-        masked = not (admitted or live(version, trained_version, config.staleness.limit))
+        masked = not config.staleness.rule.live(version, trained_version, config.staleness.limit)
         found.append(
             ShownToken(
                 decode(token),

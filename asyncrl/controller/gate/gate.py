@@ -5,6 +5,7 @@ A sample moves RUNNING -> SCORING -> READY -> TRAINING -> TRAINED, and from any 
 trained, so a straggler does not expire its siblings: a *cut* is the part of a group that trains together, usually all
 of it. Ids of groups come from `draw`; asking about another id is an error of the caller. Every answer takes an
 amortised time independent of what is in flight: a change of a group calls `_reconsider`, which keeps the indexes.
+What follows from the policy, its rule says (protocols/staleness.py).
 """
 
 import heapq
@@ -195,6 +196,7 @@ class Gate:
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
         self.config = config
+        self.rule = config.rule
         self.version = version
         self.next_group = next_group
         self.abandoned_tokens = 0
@@ -216,7 +218,7 @@ class Gate:
 
     def held(self) -> int:
         """Returns how many samples hold a credit: all in flight, except those that `mask` lets run past the limit."""
-        return self.in_flight - (self._counts.overdue if self.config.policy == "mask" else 0)
+        return self.in_flight - (self._counts.overdue if self.rule.by_token else 0)
 
     def may_draw(self) -> bool:
         new = self.config.members
@@ -343,7 +345,7 @@ class Gate:
         """Drops what cannot train, then picks what to train next and moves it to TRAINING; between iterations only."""
         assert not self.counts[Stage.TRAINING], "pick() is for when no iteration is running"
         dropped = self._drop_unusable()
-        waits = not self._offers_full_batch or (self.config.policy == "block" and not self.fits_deadlines())
+        waits = not self._offers_full_batch or (self.rule.by_draw and not self.fits_deadlines())
         if not self._offers.samples or (waits and not self.exhausted):
             return Pick(None, dropped)
         cuts = self._urgent_cuts()
@@ -391,7 +393,7 @@ class Gate:
     def expiry_stamp(self, sample: SampleState) -> int | None:
         """Returns the version stamp that must not be too old: under `mask` of the last token, so that one token is
         live, under `drop` of the first, so that all are. None: the policy drops no sample for its age."""
-        return sample.last if self.config.policy == "mask" else sample.first if self.config.policy == "drop" else None
+        return self.rule.expires(sample.first, sample.last)
 
     def due(self, group: GroupState) -> bool:
         """Returns whether some READY sample has its last chance: after one more version none of its tokens is live."""
@@ -402,7 +404,7 @@ class Gate:
         """Returns whether the READY members of this group may train without waiting for the others."""
         if group.awaits or not group.has(*OPEN):
             return not group.awaits
-        if self.config.policy != "mask" or not self._has_signal(group):
+        if not self.rule.by_token or not self._has_signal(group):
             return False
         enough = self.config.members if self.config.cut_at is None else self.config.cut_at
         return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
@@ -481,7 +483,7 @@ class Gate:
     def _raise_version(self) -> None:
         self.version += 1
         self._counts.version_rose()
-        if self.config.policy == "mask":
+        if self.rule.by_token:
             for group in self._stamps.at(self.version - self.config.limit):
                 self._reconsider(group)
 
@@ -564,6 +566,6 @@ class Gate:
         return [(group, self._groups[group].members(Stage.READY)) for group in groups]
 
     def _urgency(self, group: GroupState) -> Urgency:
-        oldest = group.drawn_at if self.config.policy == "block" else group.oldest_ready
+        oldest = group.drawn_at if self.rule.by_draw else group.oldest_ready
         assert oldest is not None, f"group {group.id} offers no sample"
         return (oldest, group.id)

@@ -155,7 +155,7 @@ def live_tokens(sample: EndedSample, limit: int) -> float:
 
 
 def _live_share(ended: Sequence[EndedSample], limit: int, config: GateConfig) -> float:
-    if config.policy == "mask":
+    if config.rule.by_token:
         trained = sum(live_tokens(sample, limit) for sample in ended)
     else:
         trained = sum(sample.tokens for sample in ended if live(sample.first, sample.version, limit))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.protocols.batch import BYTES, IDS, NUMBERS, Batch, BatchRef, Column, Columns, SampleName
 from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
-from asyncrl.protocols.staleness import Policy, live
+from asyncrl.protocols.staleness import POLICIES, Policy
 
 Floats = NDArray[np.float32]
 
@@ -82,7 +82,7 @@ def transition_rows(
     for number, ref in enumerate(refs):
         row = {name: rows[name][number] for name in COLUMNS}
         versions = row["versions"].astype(np.int64)
-        fresh = np.ones(len(versions), np.bool_) if policy == "admit" else live(versions, version, limit)
+        fresh = POLICIES[policy].live(versions, version, limit)
         found.append(
             TransitionRow(
                 ref.name,

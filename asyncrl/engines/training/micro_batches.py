@@ -33,7 +33,7 @@ from asyncrl.engines.training.train_rows import (
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.protocols.batch import EXPERTS, SPANS, Batch
 from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
-from asyncrl.protocols.staleness import Policy, live
+from asyncrl.protocols.staleness import POLICIES, Policy
 
 # Masks response tokens out of the loss, and counts them. This module alone enforces the staleness limit.
 
@@ -105,7 +105,7 @@ def mask_rows(
     `mask_truncated` a truncated row leaves the loss and its denominators; a stale token only loses its loss term."""
     masked = []
     for row in rows:
-        fresh = np.ones(len(row.versions), np.bool_) if policy == "admit" else live(row.versions, version, limit)
+        fresh = POLICIES[policy].live(row.versions, version, limit)
         counted = not (mask_truncated and row.truncated)
         is_live = fresh & (row.incarnation == incarnation) & counted
         masked.append(MaskedRow(row, is_live, counted, version - row.versions, row.advantage))

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from asyncrl.protocols.staleness import POLICIES
 from asyncrl.simulation.fakes.generation import Lengths, constant, lognormal, stragglers
 from asyncrl.simulation.resumable_run import RunShape
 
@@ -137,7 +138,7 @@ def draw_trial(seed: int) -> Trial:
     members = chance.randint(2, 3)
     trial = Trial(
         seed=seed,
-        policy=chance.choice(("mask", "mask", "drop", "block", "admit")),
+        policy=chance.choice(("mask", *POLICIES)),
         groups=chance.randint(1, 2),
         members=members,
         limit=chance.randint(0, 2),
