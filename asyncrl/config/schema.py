@@ -59,8 +59,8 @@ class GenerationConfig(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Probability that the likeliest tokens, which may be sampled, reach together. Log-probs are those of the tokens
-    left after temperature, min_p, top_k and top_p, in this order."""
+    """Probability that the likeliest tokens, which may be sampled, reach together, after temperature, min_p and top_k.
+    Log-probs are those of the tokens left."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Number of the likeliest tokens that may be sampled; 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -70,12 +70,11 @@ class GenerationConfig(Section):
     stop: tuple[NonEmpty, ...] = ()
     """Strings that end an answer; rewards see the text before them."""
     kv: Literal["keep", "recompute"] = "keep"
-    """Keys and values of running samples under new weights: `keep` goes on with them, `recompute` computes them
-    again."""
+    """Keys and values of running samples under new weights: kept, or computed again (recompute)."""
     cache_gb: Annotated[float, Field(ge=0)] = 0.0
     """Most GB (10^9 bytes) of keys and values of a replica, which preempts samples; 0: all slots fit."""
     prefill_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens of prompts that a step computes beside a full batch of samples; 0: 32 on a CPU, else 2048."""
+    """Tokens of prompts in a step beside a full batch of samples; 0: 32 on a CPU, else 2048."""
     deterministic: bool = False
     """Makes samples independent of slots, neighbours and order of arrival, bit for bit. This is slower, and refused for
     models with experts."""
@@ -84,7 +83,7 @@ class GenerationConfig(Section):
     pool: str = ""
     """Pool of these workers, in place of `device`."""
     stored_samples: str = ""
-    """Parquet file of samples to train on (`asyncrl samples RUN_DIR --parquet FILE`) in place of sampling."""
+    """Parquet file of samples to train on (`asyncrl samples RUN_DIR --parquet FILE`)."""
     deadline: PositiveFloat = 600.0
     """Seconds of the engine for one sample, queueing left out, which is then cut off (finish reason `length`)."""
 
@@ -118,8 +117,7 @@ class RewardConfig(Section):
     deadline: PositiveFloat = 10.0
     """Seconds of one call of a function."""
     on_error: Literal["fail", "zero", "ignore"] = "fail"
-    """Effect of a function that fails: the run ends (fail), it counts 0 (zero), or the sample leaves baseline and loss
-    (ignore)."""
+    """Effect of a failure: the run ends (fail), it counts 0 (zero), or the sample leaves baseline and loss (ignore)."""
 
     @property
     def terms(self) -> list[str]:
@@ -227,15 +225,15 @@ class GuardsConfig(Section):
     no_signal: Reaction = "warn"
     """Reaction to 128 groups in a row (or four batches) that dynamic sampling drops for equal rewards."""
     no_variance: Reaction = "warn"
-    """Reaction to a start of 5 steps with one reward for all samples or a gradient of 0, and to 10 steps with equal
-    rewards in over 80 % of the groups, unless the reward rose before."""
+    """Reaction to a start of 5 steps with one reward or a gradient of 0, and to 10 steps with equal rewards in over 80
+    % of the groups, unless the reward rose before."""
     no_movement: Reaction = "warn"
     """Reaction to a learning rate that moves log-probs by less than 0.1 nats in the whole run, by `mismatch/kl` of 10
     steps with stale samples."""
     reward_errors: Reaction = "warn"
     """Reaction to failed rewards on twice as many samples in a row as can be in flight, with `on_error = "zero"`."""
     first_failure: Reaction = "warn"
-    """Reaction to the first failed reward or cost, where `on_error` lets the run go on."""
+    """Reaction to the first failed reward or cost that `on_error` passes over."""
     unscored: Reaction = "stop"
     """Reaction to twice as many samples in a row without a reward as can be in flight."""
     poison: Reaction = "warn"
@@ -261,7 +259,7 @@ class Config(Section):
     steps: Positive = 100
     """Number of training steps."""
     finish: Literal["abandon", "drain"] = "abandon"
-    """Treatment of samples in flight after the last step: `abandon` drops them, `drain` trains them in more steps."""
+    """Treatment of samples in flight after the last step: dropped (abandon), or trained in more steps (drain)."""
     pools: dict[str, PoolConfig] = Field(default={})
     """Devices that services share, by name: { gpus = { devices = ["cuda:0", "cuda:1"], memory_gb = 40 } }."""
     model: ModelConfig

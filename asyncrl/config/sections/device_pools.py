@@ -174,9 +174,9 @@ class PoolConfig(Section):
     """Devices of one pool, which services name in their key `pool`."""
 
     devices: tuple[Annotated[str, AfterValidator(_numbered_device)], ...] = ("cpu",)
-    """Devices of the pool, on each of its hosts: numbered GPUs, or cpu alone."""
+    """Devices on each host of the pool: numbered GPUs, or cpu."""
     hosts: tuple[NonEmpty, ...] = ()
-    """Names of the hosts whose workers may join. Empty: the host of the controller."""
+    """Hosts whose workers may join. Empty: that of the controller."""
     memory_gb: Annotated[float, Field(ge=0)] = 0.0
     """Budget of each device in GB (10^9 bytes); 0: `asyncrl plan` cannot check."""
 

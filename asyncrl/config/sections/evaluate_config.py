@@ -17,14 +17,14 @@ class RewardFunction(Section):
     """One reward or cost function."""
 
     use: str
-    """Template (`exact_match`, `numeric`, ...), `FILE.py:function` or `module:function`; `trl:` or `verl:` before a
-    function adapts theirs."""
+    """Template (`exact_match`, `numeric`, ...), or `FILE.py:function` or `module:function`, also behind `trl:` or
+    `verl:`."""
     name: str = ""
-    """Name of the function in metrics and samples; default: the last part of `use`."""
+    """Name in metrics and samples; default: the last part of `use`."""
     weight: float = 1.0
     """Factor of the function's value in the reward."""
     group: bool = False
-    """The function takes a group's samples and returns one reward for each."""
+    """The function takes a group's samples and returns a reward for each."""
     by_token: bool = False
     """The function returns a reward for each sampled token of a sample."""
     options: Options = Field(default={})

@@ -18,8 +18,7 @@ class FleetConfig(Section):
     """Connection of the workers: with rows in shared memory (ipc), as frames over loopback or where `listen` is (tcp),
     or everything in one process, for tests (inproc)."""
     listen: str = ""
-    """Address tcp://HOST:PORT at which workers of other hosts join, HOST being this one as they reach it. Empty: all
-    workers start here."""
+    """Address tcp://HOST:PORT at which workers of other hosts join. Empty: all workers start here."""
     joined: dict[str, Positive] = Field(default={})
     """Services whose workers join, with the number that the run waits for: {generation = 2}. More may join up to the
     replicas of the service."""
@@ -32,12 +31,12 @@ class FleetConfig(Section):
     """Resources of a worker on Ray: {generation = {CPU = 4, GPU = 1, rented = 1}}. Default: one CPU, and one GPU where
     the service's device is cuda."""
     call_deadline: PositiveFloat = 600.0
-    """Seconds without answer or progress of a worker after which its calls are given up and it is started again."""
+    """Seconds without answer or progress after which a worker's calls are given up and it is started again."""
     grace: PositiveFloat = 20.0
     """Seconds from the signal that ends a run until its last checkpoint is begun; a step that takes over a third of
     them is undone. Writing it, and ten seconds to stop workers, come on top."""
     start_deadline: PositiveFloat = 120.0
-    """Seconds in which a worker has to start and load its model."""
+    """Seconds in which a worker starts and loads its model."""
     watchdog: PositiveFloat = 120.0
     """Seconds without progress after which the state of the fleet is printed. A worker that does not answer for as long
     (at least 5 s) is killed and replaced; trainer and critics as `trainer_restarts` says."""
@@ -112,8 +111,7 @@ class FeedbackConfig(Section):
     deadline: PositiveFloat = 300.0
     """Seconds that a sample waits for a person."""
     otherwise: Literal["ignore", "constant", "model"] = "ignore"
-    """Value of a sample without a rating in time: none (ignore), `feedback.constant`, or the sigmoid of reward.model's
-    score."""
+    """Value of an unrated sample: none (ignore), `feedback.constant`, or the sigmoid of reward.model's score."""
     constant: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Value of an unrated sample with `otherwise = "constant"`."""
     host: Annotated[str, AfterValidator(_checked_host)] = "127.0.0.1"
@@ -121,7 +119,7 @@ class FeedbackConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the page; 0 chooses a free one."""
     key: Annotated[Secret, AfterValidator(_checked_key)] = Secret("")
-    """Key in the address of the page: 8 to 128 letters, digits, - and _. Default: a random one."""
+    """Key in the address of the page: 8 to 128 letters, digits, - and _; default: random."""
 
     @property
     def asks(self) -> bool:

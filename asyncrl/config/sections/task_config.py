@@ -99,12 +99,12 @@ class TaskConfig(Section):
     system: str = ""
     """System message before every prompt; prompts that are text become chat messages."""
     text_prompts: Literal["raw", "chat"] = "raw"
-    """Treatment of text prompts where the model has a chat template: as they are (raw), or as a message of the user
+    """Treatment of text prompts of a model with a chat template: as they are (raw), or as a message of the user
     (chat)."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_own_arguments)] = Field(default={})
     """Further arguments of the chat template, such as { enable_thinking = false }."""
     date: Annotated[str, AfterValidator(_date)] = ""
-    """Date for chat templates that ask for today's, such as "2026-11-28"; default: that of the run's first start."""
+    """Date for chat templates, such as "2026-11-28"; default: that of the run's first start."""
     size: Positive = 1000
     """Rows that a procedural source makes, or that are read of a stream."""
     max_prompt_tokens: Positive = 512
@@ -156,16 +156,16 @@ class EnvironmentConfig(Section):
     max_turns: Positive = 8
     """Largest number of turns of the policy in an episode."""
     max_tokens: Positive = 1024
-    """Largest number of tokens of an episode after its prompt, observations included."""
+    """Most tokens of an episode after its prompt, observations included."""
     max_seconds: PositiveFloat = 600.0
     """Seconds of the environment in one episode, which then ends with `time_limit`."""
     max_bytes: Positive = 16384
-    """Largest size of an observation in UTF-8 bytes; the rest is cut off."""
+    """Most UTF-8 bytes of an observation; the rest is cut off."""
     deadline: PositiveFloat = 10.0
     """Seconds of one call of `reset` or `step`."""
     on_error: Literal["fail", "zero", "ignore"] = "fail"
-    """Effect of an environment that fails: the run ends (fail), the episode ends with 0 for that turn (zero), or the
-    sample leaves baseline and loss (ignore)."""
+    """Effect of a failure: the run ends (fail), the episode ends with 0 for that turn (zero), or the sample leaves
+    baseline and loss (ignore)."""
     thoughts: Literal["keep", "template"] = "keep"
     """Treatment of earlier thoughts that the chat template drops: they stay in the context (keep), or each turn is
     rendered anew (template), where a new context may begin and count towards max_tokens."""
@@ -182,8 +182,8 @@ class ActingConfig(Section):
     environment, a group those of all environments of an acting worker, of which there are `generation.replicas`."""
 
     env: str = ""
-    """Environment: a name of Gymnasium, `module:NAME-v0`, or `FILE.py:function` or `module:function` that makes one.
-    Default: none."""
+    """Environment: a name of Gymnasium, `module:NAME-v0`, or a `FILE.py:function` or `module:function` that makes
+    one."""
     options: Options = Field(default={})
     """Keyword arguments of the environment."""
     algorithm: Literal["ppo", "sac"] = "ppo"
@@ -201,7 +201,7 @@ class ActingConfig(Section):
     feedback: Literal["synchronous", "asynchronous"] = "synchronous"
     """Order of steps: in all environments of a worker once all have answered, or in each that has (asynchronous)."""
     deadline: PositiveFloat = 10.0
-    """Seconds of `reset` or `step`. An environment that takes longer, raises or dies loses its episode."""
+    """Seconds of `reset` or `step`, after which an environment loses its episode."""
     failures: Positive = 100
     """Lost episodes of a worker in a row after which the run ends."""
     gamma: Share = 0.99

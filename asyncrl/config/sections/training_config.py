@@ -53,12 +53,12 @@ class ModelConfig(Section):
     revision: str = ""
     """Branch, tag or commit of a model of the hub; default: main, whose commit the run notes for resumes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the published weights and of generation. The trainer's master weights are always float32."""
+    """Precision of published weights and generation; master weights are float32."""
     float32_head: bool = False
     """Computes the output layer in float32: rounded logits cause much of the difference of engine and trainer (arXiv
     2506.13585)."""
     lora: LoraConfig | None = None
-    """Trains low-rank adapters instead of the model, by the table [model.lora]; {} takes its defaults."""
+    """Trains low-rank adapters, by the table [model.lora]; {} takes its defaults."""
 
 
 class WeightsConfig(Section):
@@ -186,10 +186,9 @@ class DeepspeedConfig(Section):
     """ZeRO of training.engine = "deepspeed"."""
 
     stage: Literal[1, 2, 3] = 2
-    """ZeRO stage, which splits over the layout.dp ranks: 1 the moments of the optimizer, 2 gradients too, 3 weights
-    too."""
+    """ZeRO stage, which splits over layout.dp ranks: 1 the optimizer's moments, 2 gradients too, 3 weights too."""
     offload: bool = False
-    """Keeps moments and their float32 weights in the memory of the host, where the optimizer computes."""
+    """Keeps moments and float32 weights in host memory, where the optimizer computes."""
 
 
 # The optimizers of `training.optimizer` with their options, without torch; a test holds that these are torch's.
