@@ -99,7 +99,7 @@ async def agreed(context: WorkerContext, mesh: RankMesh, reading: Awaitable[Rows
 #     rank 0     run("values", rows) ── announces ──> values(rows) ──> returns what it found
 #     rank 1                              └─────────> values(rows)
 #
-# Every rank gets every call of the controller, but only rank 0 acts on it: see ranks/announcements.py.
+# Every rank gets every call of the controller, but only rank 0 acts on it (Announcements in rank_mesh.py).
 
 
 Work: TypeAlias = Callable[..., Awaitable[Any]]

@@ -32,7 +32,7 @@ KEPT_BELOW = 32 * 2**20
 """glibc's malloc returns tensors of more bytes than the latter to the system at once. Smaller ones, whose sizes differ
 from step to step, leave holes in the heap: measured, a process keeps 1.8 times what torch has at one moment."""
 BUCKET_BYTES = 32 * 2**20
-"""Bytes of gradients that are summed at once (training/ranks/gradients.py), or of one larger tensor."""
+"""Bytes of gradients that are summed at once (engines/training/optimizer.py), or of one larger tensor."""
 OUTSIDE = 3
 """Hidden states outside of layers: embedded tokens, the last norm, and its gradient."""
 
@@ -347,13 +347,13 @@ def _head_bytes(config: Config, shape: Shape, size: ForwardPass, *, lora: bool) 
 
 
 CHUNK = 32
-"""Positions in a block of the KV cache (generation/scheduling/block_pool.py)."""
+"""Positions in a block of the KV cache (engines/generation/block_pool.py)."""
 BYTES_PER_SAMPLED = 12
-"""Token, log-prob and version of each token that a slot may sample (generation/scheduling/running_batch.py)."""
+"""Token, log-prob and version of each token that a slot may sample (engines/generation/running_batch.py)."""
 GATHERED_BUCKET = 32 << 20
-"""Bytes of one rank that are gathered at once, or of one larger tensor (training/ranks/weight_gathering.py)."""
+"""Bytes of one rank that are gathered at once, or of one larger tensor (engines/ranks/weight_gathering.py)."""
 KEPT_PICTURES = 16
-"""Prompts whose pictures stay computed (pictures/model_input.py)."""
+"""Prompts whose pictures stay computed (engines/models/picture_input.py)."""
 
 Parts = dict[str, int]
 """Bytes by what takes them."""

@@ -83,6 +83,9 @@ class BlockTables:
     """Holds the blocks of each slot. owned: int64 [slots, most blocks of a slot]. counts: int64 [slots], how many of
     these each slot owns.
 
+    The pool counts one use of a block for each slot and each KeptBlocks that has it, and a block that a slot writes to
+    has no other use. BlockMemory gives and takes blocks; KVCache.compact moves them.
+
     Args:
         most: blocks of the longest sequence.
         blocks: of all sequences together.

@@ -84,7 +84,8 @@ NOTHING_NEW: Mapping[str, Tensor] = {}
 
 class FollowingEngine(TorchEngine):
     """A TorchEngine that applies what a LeadingEngine tells. Its clock stands where the leader's stood at the call, so
-    that both find the same deadlines over."""
+    that both find the same deadlines over. It has the same rows and blocks as the leader after each call.
+    FollowingGeneration calls `apply`, on the compute thread."""
 
     def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS, *, ranks: RankMesh) -> None:
         super().__init__(folder, config, version, ranks)
@@ -281,6 +282,8 @@ class LeadingEngine(TorchEngine):
 
     ranks: of the replica, of which this is rank 0. tell: gives a call to all others, in this order, on the compute
     thread. Calls that exchange raise PeerLost when another rank is gone or late, and all calls once there is a failure.
+    What changed this engine was told to all others in the same order; after a call that failed halfway none follows.
+    TorchGeneration calls it, as any TorchEngine.
     """
 
     def __init__(

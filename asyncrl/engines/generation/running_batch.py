@@ -18,7 +18,7 @@ from asyncrl.engines.models.model_families import RecordShape
 from asyncrl.protocols.seeds import draws
 
 Experts = NDArray[Any]
-"""Numbers of experts [tokens, routers x k], see record_shape.py."""
+"""Numbers of experts [tokens, routers x k], see RecordShape."""
 Recall = Callable[[Ints, Ints], Experts]
 """Returns the experts of positions (second) of slots (first), as the cache holds them now."""
 
@@ -61,7 +61,8 @@ class RunningBatch:
     The deadline of a row runs from its start on, but not while the row waits for blocks after it lost its own. ends_at:
     when it is over, in seconds of `clock`; inf while it stands still. left: the seconds that were left then.
 
-    record: of the experts of each token; None keeps none."""
+    record: of the experts of each token; None keeps none. Used rows are always the first ones: the last row takes the
+    place of one that ends. TorchEngine and BlockMemory alone change the columns."""
 
     def __init__(
         self,
@@ -218,7 +219,8 @@ class BlockCache(Protocol):
 class BlockMemory:
     """Gives blocks to the rows of the batch. parked: sequences that wait for their next turn. prompts: those that rows
     share. preemptions: rows so far that lost their blocks to others. scarce: whether a row lacked blocks in the last
-    step."""
+    step. The row that started first never loses its blocks, and row i of the batch is slot i of the tables. TorchEngine
+    calls it, in each step in the order of the sections below."""
 
     def __init__(self, cache: BlockCache, batch: RunningBatch) -> None:
         self._cache = cache
@@ -381,7 +383,8 @@ class BlockMemory:
 
 class SharedPrompts:
     """Keeps the blocks of prompts by their tokens. Prompts that end within a block share the blocks before it; the one
-    that has their newest token is copied for each sample."""
+    that has their newest token is copied for each sample. A prompt is kept only while a sample still wants it, which
+    `want` and `had` count. TorchEngine wants, BlockMemory does the rest."""
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
@@ -448,7 +451,8 @@ class ParkedSequence:
 class ParkedSequences:
     """Keeps parked sequences until they are taken, evicted or forgotten. They are bounded by the KV blocks of the
     cache: a running sequence that needs blocks evicts them, those first that are needed last. blocks: of all. hits,
-    misses: sequences that went on with their keys and values, and those whose were gone."""
+    misses: sequences that went on with their keys and values, and those whose were gone. A sample has at most one,
+    parked or queued. TorchEngine queues and forgets, BlockMemory does the rest."""
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables

@@ -71,7 +71,9 @@ async def load_engine(worker: WorkerContext, engine: Callable[..., E]) -> E:
 
 class TorchGeneration(RunsTorchEngine):
     """Runs a TorchEngine, `core`, on the compute thread of a worker, in slices of decode steps. in_place: whether
-    weights on the same device are read where the transport has them, under a lease; others are copied."""
+    weights on the same device are read where the transport has them, under a lease; others are copied. Only the compute
+    thread changes `core`: what the event loop asks meanwhile takes effect between two steps. The service calls it.
+    """
 
     def __init__(self, core: TorchEngine, worker: WorkerContext, *, in_place: bool) -> None:
         self.core = core

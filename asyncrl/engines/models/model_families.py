@@ -28,7 +28,7 @@ from asyncrl.protocols.batch import Columns, expert_columns
 #     none                 the largest number of the dtype: nothing is recorded of the token
 
 
-KEY = "training.router_replay"
+ROUTER_REPLAY = "training.router_replay"
 REPLAYED = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 """Families, by `model_type`, whose routers are recorded and replayed."""
 
@@ -61,8 +61,8 @@ class RecordShape:
         family = str(config.get("model_type") or "")
         if family not in REPLAYED:
             raise ConfigError(
-                f"{KEY}: the model is of the family {family!r}, and the experts of {', '.join(REPLAYED)} are replayed; "
-                "remove the key"
+                f"{ROUTER_REPLAY}: the model is of the family {family!r}, and the experts of {', '.join(REPLAYED)} are "
+                "replayed; remove the key"
             )
         experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
         plain = set(config.get("mlp_only_layers") or ())
@@ -108,7 +108,7 @@ def refusal_of_sharing(shape: Mapping[str, Any], ranks: int) -> str:
 # Says which models may compute packed rows, and when that is worth it; without torch.
 
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+PACKING = ("llama", "mistral", "qwen2", "qwen3")
 """Model types of transformers that compute each token from positions that are given and from what attention returns."""
 
 WORTH = 0.92
@@ -136,7 +136,7 @@ def can_pack(config: Mapping[str, Any]) -> bool:
     its config.json."""
     layers = set(config.get("layer_types") or ("full_attention",))
     sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
-    return config.get("model_type") in FAMILIES and layers == {"full_attention"} and not sliding
+    return config.get("model_type") in PACKING and layers == {"full_attention"} and not sliding
 
 
 # Reads from the config.json of a model what it does differently with longer rows.
@@ -297,7 +297,7 @@ def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
         yield Problem("generation.deterministic", "", f"{folder}: {BY_NEIGHBOURS}")
     elif config.training.router_replay and name not in REPLAYED:
         text = f"{folder} is of the family {name!r}, and experts of {', '.join(REPLAYED)} are replayed: remove it"
-        yield Problem(KEY, "", text)
+        yield Problem(ROUTER_REPLAY, "", text)
     elif name and name not in (*TRAINED, *WITH_PICTURES):
         text = (
             f"{folder} is of the family {name!r}, which no test has trained: each generation worker compares its "

@@ -128,7 +128,8 @@ def _positions(places: Ints, counts: Ints, grid: Ints, merge: int, tokens: int) 
 
 
 class GroupPictures:
-    """Stores the pictures of groups until all samples of a group that were asked for here are released."""
+    """Stores the pictures of groups until all samples of a group that were asked for here are released. A group has a
+    place exactly as long as it has samples. GenerationService calls it, and frees the places that `release` returns."""
 
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}

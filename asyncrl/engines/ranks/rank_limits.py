@@ -15,7 +15,7 @@ from asyncrl.config.placement import layouts
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.training_config import AnyLayout
-from asyncrl.engines.models.model_families import FAMILIES, can_pack, refusal_of_sharing
+from asyncrl.engines.models.model_families import PACKING, can_pack, refusal_of_sharing
 from asyncrl.engines.models.model_shape import described
 from asyncrl.engines.models.prompt_pictures import WITH_PICTURES
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
@@ -38,7 +38,7 @@ def refusal_of_slicing(shape: Mapping[str, Any], ranks: int) -> str:
     """Returns why so many ranks cannot compute slices of its rows; "" where they can."""
     if not can_pack(shape):
         return (
-            f"sp cuts rows of the families {', '.join(FAMILIES)} whose layers attend to all earlier tokens, and this "
+            f"sp cuts rows of the families {', '.join(PACKING)} whose layers attend to all earlier tokens, and this "
             f"model is {shape.get('model_type')}; write sp = 1"
         )
     return _undivided("sp", shape, HEADS, ranks)

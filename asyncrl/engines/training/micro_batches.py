@@ -421,18 +421,33 @@ def live_values(rows: Sequence[MaskedRow], columns: Sequence[PerToken], device: 
     return torch.from_numpy(np.concatenate(live).astype(np.float32)).to(device)
 
 
+def lay_out_train_rows(
+    rows: Sequence[TrainRow],
+    device: torch.device,
+    packs: bool = False,
+    budget: float = math.inf,
+    *,
+    replayed: bool = True,
+) -> ModelRows:
+    """Does what `lay_out_rows` does, for rows of training. replayed: with the experts that they have recorded."""
+    return lay_out_rows(
+        [row.prompt_ids for row in rows],
+        [row.response_ids for row in rows],
+        [row.temperature for row in rows],
+        device,
+        packs,
+        [row.spans for row in rows],
+        budget,
+        [row.experts for row in rows] if replayed else (),
+        [row.pictures for row in rows],
+    )
+
+
 def live_rows(
     masked: Sequence[MaskedRow], device: torch.device, packs: bool = False, budget: float = math.inf
 ) -> ModelRows:
     """Lays out whole rows for the model, with predictions for live tokens only."""
-    rows = [item.row for item in masked]
-    prompts = [row.prompt_ids for row in rows]
-    responses = [row.response_ids for row in rows]
-    temperatures = [row.temperature for row in rows]
-    spans = [row.spans for row in rows]
-    experts = [row.experts for row in rows]
-    pictures = [row.pictures for row in rows]
-    whole = lay_out_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
+    whole = lay_out_train_rows([item.row for item in masked], device, packs, budget)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
     passes = whole.passes
     order = whole.order

@@ -43,7 +43,14 @@ from asyncrl.engines.ranks.parallel_layers import SEQUENCE, attend_in_slices, jo
 from asyncrl.engines.ranks.pipeline import Ending, PipelineRank, StageWeights, keep_stage
 from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.engines.ranks.shards import HeldModel, shard_model
-from asyncrl.engines.training.micro_batches import Experts, ModelInput, ModelRows, lay_out_rows, split_by_row
+from asyncrl.engines.training.micro_batches import (
+    Experts,
+    ModelInput,
+    ModelRows,
+    lay_out_rows,
+    lay_out_train_rows,
+    split_by_row,
+)
 from asyncrl.engines.training.packed_rows import NAME, PACKED
 from asyncrl.engines.training.train_rows import Ids, Spans, TrainRow
 from asyncrl.errors import ConfigError
@@ -467,7 +474,7 @@ def frozen_stage_logprobs(
     """Computes the log-probs [tokens] of the rows of all micro-batches in one run through the stages, which all get
     them."""
     assert model.pipeline is not None, "the model is a stage of a pipeline"
-    batches = [_laid_out(rows, model) for rows in parts]
+    batches = [lay_out_train_rows(rows, model.device, model.packs) for rows in parts]
     found = [torch.zeros(len(batch.targets), device=model.device) for batch in batches]
 
     def keep(number: int, states: Tensor) -> Tensor:
@@ -478,14 +485,6 @@ def frozen_stage_logprobs(
     rows = [row for part in parts for row in part]
     logprobs = model.pipeline.from_last(torch.cat([torch.zeros(0, device=model.device), *found]))
     return split_by_row(logprobs, [row.response_ids for row in rows], [row.spans for row in rows]) if rows else []
-
-
-def _laid_out(rows: Sequence[TrainRow], model: CausalModel) -> ModelRows:
-    prompts = [row.prompt_ids for row in rows]
-    responses = [row.response_ids for row in rows]
-    temperatures = [row.temperature for row in rows]
-    spans = [row.spans for row in rows]
-    return lay_out_rows(prompts, responses, temperatures, model.device, model.packs, spans)
 
 
 def idle_pass(model: CausalModel, *, backward: bool) -> None:
@@ -519,18 +518,14 @@ def _logprobs_of_stages(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor
     return model.pipeline.from_last(found)
 
 
+@torch.no_grad()
 def frozen_row_logprobs(
     model: CausalModel, rows: Sequence[TrainRow], chunk: int, budget: float, *, replayed: bool
 ) -> list[NDArray[np.float32]]:
     """Returns what `frozen_logprobs` does for rows of training. replayed: with the experts that they have recorded."""
-    experts = [row.experts for row in rows] if replayed else []
-    prompts = [row.prompt_ids for row in rows]
-    responses = [row.response_ids for row in rows]
-    temperatures = [row.temperature for row in rows]
-    spans = [row.spans for row in rows]
-    own = (temperatures, chunk, spans, budget, experts)
-    pictures = [row.pictures for row in rows]
-    return frozen_logprobs(model, prompts, responses, *own, pictures)
+    laid_out = lay_out_train_rows(rows, model.device, model.packs, budget, replayed=replayed)
+    logprobs, _ = token_logprobs(model, laid_out, chunk)
+    return split_by_row(logprobs, [row.response_ids for row in rows], [row.spans for row in rows])
 
 
 @torch.no_grad()

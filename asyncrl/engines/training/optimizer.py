@@ -146,7 +146,12 @@ class OtherWeights(ConfigError):
 class Optimizer:
     """Wraps an optimizer of `training.optimizer`, with weight decay on matrices only. parts: the optimizers of torch,
     of which muon has two. updates: optimizer steps since the start of the run, over all incarnations. rate: of the last
-    of them."""
+    of them.
+
+    torch's optimizers hold this rank's parts of the weights as plain tensors, numbered as the weights of one rank are.
+    No weight has a gradient after `step` or `discard`. A step of a trainer calls these, and its checkpoints read the
+    states.
+    """
 
     def __init__(self, model: Any, settings: TrainingConfig, steps: int) -> None:
         """Puts a transformers model into training mode, for a run of `steps` iterations."""

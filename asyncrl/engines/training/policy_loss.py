@@ -249,7 +249,8 @@ QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 class PolicyTotals:
     """Holds sums and maxima over live tokens, float64, on the device until the step is over. The sums are those of
-    tokens and, for each level of log w, those of moments (count, sum, squares, kl) and histogram."""
+    tokens and, for each level of log w, those of moments (count, sum, squares, kl) and histogram. PolicyStep has one of
+    the whole step, into which that of each update goes once the update was taken."""
 
     def __init__(self, device: torch.device) -> None:
         shapes = [(len(TERM_SUMS + TOKEN_SUMS),), (len(LEVELS), 4), (len(LEVELS), BINS)]

@@ -43,7 +43,7 @@ class TrainRow:
     it is the reward of the sample, of which rewards [tokens] has the parts of turns and single tokens where they came.
     values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken
     by then. cost, cost_values, cost_valued_at: the same for the cost. is_shown: the step reports what each token has.
-    experts: that generation chose for all tokens, flat, as record_shape.py has them; None: routers choose. pictures: of
+    experts: that generation chose for all tokens, flat, as RecordShape has them; None: routers choose. pictures: of
     the prompt.
     """
 

@@ -95,7 +95,7 @@ def undrawn(name: str) -> AbstractContextManager[None]:
 
 
 class StepInParts(ABC):
-    """Runs a step part by part, one for each call of `advance`."""
+    """Runs a step part by part, one for each call of `advance`, which the service of the engine makes."""
 
     is_computed = False
 
@@ -173,6 +173,9 @@ class TrainingStep(StepInParts):
     The batch is split into `training.updates` consecutive parts with one optimizer step each. A part has one
     denominator over all its rows, micro-batches and ranks, fixed before its first backward pass. A part whose loss or
     gradient is not finite takes no optimizer step, nor does a part whose every token was masked or rejected.
+
+    The compute thread calls `advance`, and other threads may call `forgo_updates`: an update is agreed to or forgone,
+    never both, which a lock decides. All ranks take the same updates.
     """
 
     def __init__(self, trainer: Trainer, rows: Sequence[TrainRow], incarnation: int, version: int) -> None:

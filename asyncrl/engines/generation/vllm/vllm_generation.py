@@ -104,7 +104,10 @@ ATTACHED = ("incarnation", "version", "arena", "slot", "digest", "digest_of")
 
 
 class VllmGeneration:
-    """Samples with the vLLM of a worker. engine: vLLM. shape: the contents of the model's config.json."""
+    """Samples with the vLLM of a worker. engine: vLLM. shape: the contents of the model's config.json. `version`
+    changes only while vLLM is paused and each token that it sampled is recorded. GenerationService calls it, on the
+    event loop.
+    """
 
     def __init__(self, worker: WorkerContext, engine: "EngineProcess", tokenizer: Any, shape: dict[str, Any]) -> None:
         folder = worker.facts.model_dir

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.model_families import FAMILIES, can_pack
+from asyncrl.engines.models.model_families import PACKING, can_pack
 from asyncrl.engines.training.micro_batches import lay_out_rows, micro_batches
 from asyncrl.engines.training.models_with_heads import (
     CausalModel,
@@ -226,5 +226,5 @@ def test_attention_of_many_segments_pads_little() -> None:
     ids=["llama", "qwen3", "mistral", "sliding mistral", "sliding qwen2", "gpt2"],
 )
 def test_only_models_with_plain_causal_attention_pack(config: Any, packs: bool) -> None:
-    assert config.model_type in FAMILIES or not packs
+    assert config.model_type in PACKING or not packs
     assert can_pack(config.to_dict()) == packs
