@@ -30,7 +30,7 @@ from asyncrl.bench.measurements import (
     round_values,
     table,
 )
-from asyncrl.bench.overhead.emulated_services import stages
+from asyncrl.bench.overhead.sleeping_services import stages
 from asyncrl.config.sources import load
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.telemetry.jsonl import read_metrics
@@ -111,7 +111,7 @@ def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> EmulatedSte
     values = {
         "model.name": str(model),
         "steps": steps,
-        "task.prompts": "asyncrl.bench.overhead.emulated_services:prompts",
+        "task.prompts": "asyncrl.bench.overhead.sleeping_services:prompts",
         "task.prompts_per_step": GROUPS,
         "task.samples_per_prompt": MEMBERS,
         "staleness.limit": LIMIT,

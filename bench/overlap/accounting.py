@@ -12,7 +12,7 @@ from asyncrl.deploy.report.run_record import RunRecord, lengths_of, mean_shares,
 from asyncrl.deploy.report.worker_trace import NEW_WEIGHTS, STEP, Arrow, Slice, WorkerTrace
 from asyncrl.engines.models.model_shape import Shape, shape_of
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.cost_model.gpus import known_gpus
+from asyncrl.simulation.planning.gpus import known_gpus
 from asyncrl.telemetry.jsonl import Object
 from asyncrl.telemetry.run_directory import RunDirectory
 

@@ -16,7 +16,7 @@ from statistics import fmean, median, pstdev
 
 from asyncrl.bench.measurements import LOADED, MachineLoad, RoundValues, at_least, in_turn, table
 from asyncrl.bench.overlap.accounting import Overlap, contention, overlap_of, overlap_yield, peak_flops, speedup
-from asyncrl.bench.overlap.run_overlap import analyse, bottleneck
+from asyncrl.bench.overlap.finished_runs import analyse, bottleneck
 from asyncrl.bench.overlap.side_run import Side, SideRequest, run_side, side_config, sides_of
 from asyncrl.bench.overlap.timed_services import LengthSpread, StageTimes
 from asyncrl.config.schema import Config

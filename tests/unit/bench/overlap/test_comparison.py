@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.bench.measurements import MachineLoad
-from asyncrl.bench.overlap import comparison, run_diff
+from asyncrl.bench.overlap import comparison, finished_runs
 from asyncrl.bench.overlap.accounting import Overlap
 from asyncrl.bench.overlap.comparison import best_baseline, calibrated, gains, page, stage_times
 from asyncrl.bench.overlap.side_run import SideRequest, side_config, sides_of
@@ -131,7 +131,7 @@ def test_keys_of_the_config_are_for_experiments(tmp_path: Path) -> None:
 def test_a_difference_of_two_runs_names_state_and_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, limit in (("before", 0), ("after", 1)):
         virtual_overlap(tmp_path / name, limit, generation=2.0, step=3.0)
-    run_diff.main([str(tmp_path / "before"), str(tmp_path / "after")])
+    finished_runs.main([str(tmp_path / "before"), str(tmp_path / "after")])
     said = capsys.readouterr().out
     assert "a step of after takes 2.000 s less" in said
     assert re.search(r"generation +blocked +3\.000 +1\.000 +-2\.000", said)

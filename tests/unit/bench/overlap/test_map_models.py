@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.overlap.prediction.map_models import main
+from asyncrl.bench.planning.planned_jobs import map_models
 from asyncrl.errors import ConfigError
 
 JOB = """
@@ -24,7 +24,7 @@ def test_the_mapping_is_printed_with_its_reason_and_pools_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "job.toml").write_text(JOB)
-    main([str(tmp_path / "job.toml"), "--write", str(tmp_path / "pools.toml")])
+    map_models([str(tmp_path / "job.toml"), "--write", str(tmp_path / "pools.toml")])
     printed = capsys.readouterr().out
     assert "predicted seconds, iteration: " in printed
     assert "why: one set on all GPUs is the fastest" in printed
@@ -48,4 +48,4 @@ def test_the_mapping_is_printed_with_its_reason_and_pools_are_written(
 def test_a_wrong_job_is_refused_with_the_key(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "job.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        main([str(tmp_path / "job.toml")])
+        map_models([str(tmp_path / "job.toml")])

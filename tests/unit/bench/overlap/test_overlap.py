@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from asyncrl.bench import cli
-from asyncrl.bench.overlap import comparison, slowest_step
+from asyncrl.bench.overlap import comparison, finished_runs
 from asyncrl.bench.overlap.accounting import Overlap, busy_intervals, cycle_seconds, overlap_fraction, overlap_of
-from asyncrl.bench.overlap.run_overlap import bottleneck
+from asyncrl.bench.overlap.finished_runs import bottleneck
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.report.worker_trace import Arrow, Slice, WorkerTrace
 from asyncrl.errors import ConfigError
@@ -136,14 +136,14 @@ def test_the_slowest_step_is_explained_by_what_took_longer(tmp_path: Path) -> No
         line["time"] += 3.0
     lines[5] |= spent("training", busy=0.125, sync=0.75) | {"tokens/trained": 400.0}
     run = read_run(recorded_run(tmp_path / "run", lines))
-    head, first, *others = slowest_step.explain(run)
+    head, first, *others = finished_runs.explain(run)
     assert head == "step 6 took 4.000 s, 4.0 times the median of 1.000 s"
     assert first == "  training was sync for 3.000 s, 3.000 s longer than usual"
     assert others[0] == "  reward was starved for 3.200 s, 2.400 s longer than usual"
     assert others[-1] == "  it trained 400 tokens, and the median step 100"
-    assert slowest_step.explain(run, 3)[1].startswith("  no state of a service took noticeably longer")
+    assert finished_runs.explain(run, 3)[1].startswith("  no state of a service took noticeably longer")
     with pytest.raises(ConfigError, match="has steps 2 to 8, and not 1"):
-        slowest_step.explain(run, 1)
+        finished_runs.explain(run, 1)
 
 
 def test_the_commands_print_and_refuse(

@@ -9,11 +9,11 @@ import pytest
 
 from asyncrl.engines.models.model_shape import Shape
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.cost_model import formulas
-from asyncrl.simulation.cost_model.formulas import Degrees
-from asyncrl.simulation.cost_model.gpus import Rates, gpu_named, known_gpus, read_gpus
-from asyncrl.simulation.cost_model.model_size import NAMED, model_size
-from asyncrl.simulation.cost_model.predictions import CostModel, calibrated
+from asyncrl.simulation.planning import formulas
+from asyncrl.simulation.planning.formulas import Degrees
+from asyncrl.simulation.planning.gpus import Rates, gpu_named, known_gpus, read_gpus
+from asyncrl.simulation.planning.model_size import NAMED, model_size
+from asyncrl.simulation.planning.predictions import CostModel, calibrated
 
 A100 = gpu_named("A100").likely
 LLAMA = model_size("llama-7b")

@@ -15,11 +15,11 @@ from asyncrl.deploy import cli, preflight
 from asyncrl.deploy.checks.memory_needs import budget_problems, unchecked_memory
 from asyncrl.engines.models.model_shape import Shape
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.cost_model.gpus import known_gpus
-from asyncrl.simulation.cost_model.model_size import NAMED
-from asyncrl.simulation.mapping.job_file import JobTables, planned
-from asyncrl.simulation.mapping.pool_tables import pool_tables, runs
-from asyncrl.simulation.mapping.search import FoundMapping, MappingSearch
+from asyncrl.simulation.planning.gpus import known_gpus
+from asyncrl.simulation.planning.job_file import JobTables, planned
+from asyncrl.simulation.planning.model_size import NAMED
+from asyncrl.simulation.planning.pool_tables import pool_tables, runs
+from asyncrl.simulation.planning.search import FoundMapping, MappingSearch
 
 GRPO = ("generation", "training", "reference")
 PPO = ("actor", "critic", "reference", "reward")

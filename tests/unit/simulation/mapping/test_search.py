@@ -13,14 +13,14 @@ import pytest
 from asyncrl.config.placement import assignment
 from asyncrl.config.sources.load_config import read
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.cost_model import formulas
-from asyncrl.simulation.cost_model.formulas import Degrees
-from asyncrl.simulation.cost_model.gpus import known_gpus
-from asyncrl.simulation.cost_model.predictions import USABLE
-from asyncrl.simulation.mapping.job_file import JobTables, PlannedJob, planned
-from asyncrl.simulation.mapping.pool_tables import devices_of, pool_tables
-from asyncrl.simulation.mapping.search import FoundMapping, MappingSearch, set_partitions, sizes
-from asyncrl.simulation.mapping.strategies import TRAINED, auto_parallel, weight_of
+from asyncrl.simulation.planning import formulas
+from asyncrl.simulation.planning.formulas import Degrees
+from asyncrl.simulation.planning.gpus import known_gpus
+from asyncrl.simulation.planning.job_file import JobTables, PlannedJob, planned
+from asyncrl.simulation.planning.pool_tables import devices_of, pool_tables
+from asyncrl.simulation.planning.predictions import USABLE
+from asyncrl.simulation.planning.search import FoundMapping, MappingSearch, set_partitions, sizes
+from asyncrl.simulation.planning.strategies import TRAINED, auto_parallel, weight_of
 
 PPO = ("actor", "critic", "reference", "reward")
 APART = ("generation", "training", "reward")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.cost_model.gpus import known_gpus
 from asyncrl.simulation.fakes.training import StepCost
-from asyncrl.simulation.mapping import step_prediction
-from asyncrl.simulation.mapping.job_file import FixedSplit, JobTables, PlannedJob, planned
-from asyncrl.simulation.mapping.step_prediction import (
+from asyncrl.simulation.planning import step_prediction
+from asyncrl.simulation.planning.gpus import known_gpus
+from asyncrl.simulation.planning.job_file import FixedSplit, JobTables, PlannedJob, planned
+from asyncrl.simulation.planning.step_prediction import (
     MOST_SAMPLES,
     ModelledStages,
     Sampled,

@@ -18,11 +18,11 @@ from asyncrl.deploy.checks.run_prompts import RowLengths
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.ranks.rank_limits import layout_refusals
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.cost_model.formulas import Degrees
-from asyncrl.simulation.cost_model.model_size import ModelSize
-from asyncrl.simulation.mapping.job_file import PlannedJob, StepWork
-from asyncrl.simulation.mapping.search import FoundMapping, PlacedSet
-from asyncrl.simulation.mapping.strategies import GENERATING, TRAINED, Layouts, Strategy, powers
+from asyncrl.simulation.planning.formulas import Degrees
+from asyncrl.simulation.planning.model_size import ModelSize
+from asyncrl.simulation.planning.job_file import PlannedJob, StepWork
+from asyncrl.simulation.planning.search import FoundMapping, PlacedSet
+from asyncrl.simulation.planning.strategies import GENERATING, TRAINED, Layouts, Strategy, powers
 
 Tables = dict[str, dict[str, Any]]
 GPU = "cuda"

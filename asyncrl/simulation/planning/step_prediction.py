@@ -17,16 +17,16 @@ from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.cost_model import formulas
-from asyncrl.simulation.cost_model.gpus import Gpu, Rates
-from asyncrl.simulation.cost_model.model_size import ModelSize
-from asyncrl.simulation.cost_model.predictions import CALIBRATED, USABLE, Interval
+from asyncrl.simulation.planning import formulas
+from asyncrl.simulation.planning.gpus import Gpu, Rates
+from asyncrl.simulation.planning.model_size import ModelSize
+from asyncrl.simulation.planning.predictions import CALIBRATED, USABLE, Interval
 from asyncrl.simulation.fakes.fake_service import FakeService
 from asyncrl.simulation.fakes.generation import Lengths, ModelledGeneration, StepSeconds
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-from asyncrl.simulation.mapping.job_file import FixedSplit, MeasuredStages, PlannedJob
-from asyncrl.simulation.mapping.strategies import PUBLISHED, Layouts, Strategy, auto_parallel, stage_seconds
+from asyncrl.simulation.planning.job_file import FixedSplit, MeasuredStages, PlannedJob
+from asyncrl.simulation.planning.strategies import PUBLISHED, Layouts, Strategy, auto_parallel, stage_seconds
 from asyncrl.simulation.resumable_run import ResumableRun, RunShape
 
 # Runs controller, gate and journal on virtual time, with stages that take modelled seconds.

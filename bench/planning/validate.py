@@ -16,15 +16,15 @@ from typing import Any, TypeAlias
 
 from asyncrl.bench.measurements import table
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.cost_model import formulas
-from asyncrl.simulation.cost_model.formulas import Degrees
-from asyncrl.simulation.cost_model.gpus import Gpu, Rates, known_gpus
-from asyncrl.simulation.cost_model.model_size import WIDE, ModelSize, model_size
-from asyncrl.simulation.cost_model.predictions import USABLE, CostModel
-from asyncrl.simulation.mapping.job_file import JobTables, PlannedJob, planned
-from asyncrl.simulation.mapping.search import MappingSearch
-from asyncrl.simulation.mapping.step_prediction import PredictedStep, StepPredictor
-from asyncrl.simulation.mapping.strategies import STATES
+from asyncrl.simulation.planning import formulas
+from asyncrl.simulation.planning.formulas import Degrees
+from asyncrl.simulation.planning.gpus import Gpu, Rates, known_gpus
+from asyncrl.simulation.planning.model_size import WIDE, ModelSize, model_size
+from asyncrl.simulation.planning.predictions import USABLE, CostModel
+from asyncrl.simulation.planning.job_file import JobTables, PlannedJob, planned
+from asyncrl.simulation.planning.search import MappingSearch
+from asyncrl.simulation.planning.step_prediction import PredictedStep, StepPredictor
+from asyncrl.simulation.planning.strategies import STATES
 
 # Seconds of a PPO iteration in systems that HybridFlow was compared with, by their mechanisms (its table 1 and 8.1).
 #

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.cost_model.gpus import Gpu, gpu_named, known_gpus
-from asyncrl.simulation.cost_model.model_size import ModelSize, model_size
+from asyncrl.simulation.planning.gpus import Gpu, gpu_named, known_gpus
+from asyncrl.simulation.planning.model_size import ModelSize, model_size
 
 Count: TypeAlias = Annotated[int, Field(gt=0)]
 TAIL = 8

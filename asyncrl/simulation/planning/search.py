@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import ConfigError
-from asyncrl.simulation.cost_model.gpus import Rates
-from asyncrl.simulation.cost_model.predictions import USABLE, Interval
-from asyncrl.simulation.mapping.job_file import GpuGroup, PlannedJob
-from asyncrl.simulation.mapping.strategies import (
+from asyncrl.simulation.planning.gpus import Rates
+from asyncrl.simulation.planning.predictions import USABLE, Interval
+from asyncrl.simulation.planning.job_file import GpuGroup, PlannedJob
+from asyncrl.simulation.planning.strategies import (
     PUBLISHED,
     STAGES,
     Layouts,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from asyncrl.simulation.cost_model import formulas
-from asyncrl.simulation.cost_model.formulas import Degrees
-from asyncrl.simulation.cost_model.gpus import Gpu, Rates
-from asyncrl.simulation.cost_model.model_size import WIDE, ModelSize
+from asyncrl.simulation.planning import formulas
+from asyncrl.simulation.planning.formulas import Degrees
+from asyncrl.simulation.planning.gpus import Gpu, Rates
+from asyncrl.simulation.planning.model_size import WIDE, ModelSize
 
 # An interval of a predicted number; predictions are never bare points.
 

@@ -12,8 +12,8 @@ Sources, by letter in the docstrings:
 import math
 from dataclasses import dataclass
 
-from asyncrl.simulation.cost_model.gpus import Rates
-from asyncrl.simulation.cost_model.model_size import WIDE, ModelSize
+from asyncrl.simulation.planning.gpus import Rates
+from asyncrl.simulation.planning.model_size import WIDE, ModelSize
 
 GRADIENT = 4
 OPTIMIZER = 12

@@ -10,11 +10,11 @@ from itertools import islice
 from math import ceil
 from typing import TypeAlias
 
-from asyncrl.simulation.cost_model import formulas
-from asyncrl.simulation.cost_model.formulas import Degrees
-from asyncrl.simulation.cost_model.gpus import Gpu, Rates
-from asyncrl.simulation.cost_model.model_size import WIDE, ModelSize
-from asyncrl.simulation.mapping.job_file import StepWork
+from asyncrl.simulation.planning import formulas
+from asyncrl.simulation.planning.formulas import Degrees
+from asyncrl.simulation.planning.gpus import Gpu, Rates
+from asyncrl.simulation.planning.model_size import WIDE, ModelSize
+from asyncrl.simulation.planning.job_file import StepWork
 
 STAGES = ("generation", "preparation", "training")
 Stages: TypeAlias = tuple[float, float, float]
