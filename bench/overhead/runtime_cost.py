@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
 # ---- emulated stages -------------------------------------------------------------------------------------
 
 
-class EmulatedStep(NamedTuple):
+class SleepingStep(NamedTuple):
     """Holds the seconds of a step, and the sleep of each stage in it, means without warm-up."""
 
     seconds: float
@@ -105,7 +105,7 @@ def bound(seconds: Iterable[float]) -> float:
     return max(generation, reward, reference, training, cycle / (LIMIT + 1))
 
 
-def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> EmulatedStep:
+def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> SleepingStep:
     run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
     model = write_empty_model(folder / "nothing")
     values = {
@@ -119,7 +119,7 @@ def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> EmulatedSte
         "training.checkpoint_every": 0,
     }
     train(values, run_dir, stages(*seconds))
-    return EmulatedStep(*step_seconds(read_metrics(RunDirectory(run_dir).metrics), WARM, STAGES))
+    return SleepingStep(*step_seconds(read_metrics(RunDirectory(run_dir).metrics), WARM, STAGES))
 
 
 # ---- tracing ---------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from asyncrl.protocols.batch import Array, BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup, Score
 from asyncrl.protocols.service_contracts import Generation, Reference, Reward, Training
 from asyncrl.simulation.fakes.fake_service import FakeService
-from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, Spans, constant
+from asyncrl.simulation.fakes.generation import FakeGeneration, FakeSequence, Spans, constant
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 TOKENS = 32
-TEXT = np.frombuffer(b"emulated", np.uint8)
+TEXT = np.frombuffer(b"asleep", np.uint8)
 
 
 def stages(generation: float, reward: float, reference: float, training: float) -> dict[str, ServiceSpec]:
@@ -30,7 +30,7 @@ def stages(generation: float, reward: float, reference: float, training: float) 
     contracts = {Generation: generation, Reward: reward, Reference: reference, Training: training}
     return {
         (name := contract.__name__.lower()): ServiceSpec(
-            name, contract, f"{__name__}:Emulated{contract.__name__}", options={"seconds": seconds}
+            name, contract, f"{__name__}:Sleeping{contract.__name__}", options={"seconds": seconds}
         )
         for contract, seconds in contracts.items()
     }
@@ -41,7 +41,7 @@ def prompts(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
     return [{"prompt": f"prompt {number}"} for number in range(size)]
 
 
-class EmulatedService(FakeService):
+class SleepingService(FakeService):
     """Spends time asleep on the compute thread. The counter `slept` is how long it really slept: a late timer is the
     machine's doing and not the runtime's."""
 
@@ -64,7 +64,7 @@ class EmulatedService(FakeService):
         return share * float(self.context.spec.options["seconds"])
 
 
-class EmulatedGeneration(EmulatedService, FakeGeneration):
+class SleepingGeneration(SleepingService, FakeGeneration):
     """Samples one group after the other; all members of a group finish together."""
 
     row_bytes = 2048
@@ -75,19 +75,19 @@ class EmulatedGeneration(EmulatedService, FakeGeneration):
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         await self.wait_for_weights(prompts.not_before)
         queue = asyncio.Queue[Any]()
-        members = [Sequence(prompts, member, TOKENS, queue) for member in prompts.members]
+        members = [FakeSequence(prompts, member, TOKENS, queue) for member in prompts.members]
         await self.spend(self.seconds_for(prompts.members))
         spans = ((self.version, TOKENS),)  # Not that of the call, after which the group waits for the groups before it.
         yield BatchRef(tuple(self.row(member, spans) for member in members))
 
-    def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
+    def columns(self, sequence: FakeSequence, spans: Spans) -> dict[str, Array]:
         ids = np.full(TOKENS, sequence.member, np.int32)
         logprobs = np.zeros(TOKENS, np.float32)
         own: dict[str, Array] = {"prompt_ids": ids, "response_ids": ids, "text": TEXT, "logprobs": logprobs}
         return {**super().columns(sequence, spans), **own}
 
 
-class EmulatedReward(EmulatedService, FakeReward):
+class SleepingReward(SleepingService, FakeReward):
     """Rewards members with odd numbers."""
 
     def __init__(self, context: WorkerContext) -> None:
@@ -97,7 +97,7 @@ class EmulatedReward(EmulatedService, FakeReward):
         return Score(float(sample.member % 2), {"odd": float(sample.member % 2)})
 
 
-class EmulatedReference(EmulatedService, FakeReference):
+class SleepingReference(SleepingService, FakeReference):
     """Reads the tokens of a row, and sleeps."""
 
     row_bytes = 512
@@ -106,7 +106,7 @@ class EmulatedReference(EmulatedService, FakeReference):
         FakeReference.__init__(self, 0.0, read_columns=["prompt_ids", "response_ids"], context=context)
 
 
-class EmulatedTraining(EmulatedService, FakeTraining):
+class SleepingTraining(SleepingService, FakeTraining):
     """Reads all columns of a batch, and sleeps; all versions of the weights are the same."""
 
     def __init__(self, context: WorkerContext) -> None:

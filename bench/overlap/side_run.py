@@ -20,7 +20,7 @@ import structlog
 from asyncrl.algorithms.algorithm_by_name import advantages_of, algorithm_of
 from asyncrl.bench.measured_runs import environment, run_program, train, write_empty_model
 from asyncrl.bench.overlap.accounting import Overlap, overlap_of
-from asyncrl.bench.overlap.timed_services import StageTimes, Update, emulated_services
+from asyncrl.bench.overlap.timed_services import StageTimes, Update, timed_services
 from asyncrl.concurrency import running_beside
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
@@ -46,9 +46,9 @@ from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
 from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer
 
-# Runs emulated stages under the real controller on the virtual clock, and leaves a run directory as a real run does.
+# Runs timed stages under the real controller on the virtual clock, and leaves a run directory as a real run does.
 #
-# controller ── the real handles, connections and codec ── in-process wire ── workers with emulated stages
+# controller ── the real handles, connections and codec ── in-process wire ── workers with timed stages
 #     └── the real recorder: metrics.jsonl      workers ── the real state clock and tracer: logs/*.trace.jsonl
 
 
@@ -120,7 +120,7 @@ ONE_STEP_OFF = "one-step-off"
 @dataclass(frozen=True, slots=True)
 class Side:
     """One side. values: keys of the config. is_baseline: whether speed-ups are over it; the first such side has the
-    same number of threads as the asynchronous sides. update: of emulated generators."""
+    same number of threads as the asynchronous sides. update: of timed generators."""
 
     name: str
     values: dict[str, Any]
@@ -179,7 +179,7 @@ WITHOUT_MACHINE = {"model.name": "none", "task.prompts": "none", "fleet.watchdog
 
 @dataclass(frozen=True, slots=True)
 class SideRequest:
-    """Says what to run. experiment: name or file; flags, values: keys over it. times: of emulated stages."""
+    """Says what to run. experiment: name or file; flags, values: keys over it. times: of timed stages."""
 
     engine: Engine
     experiment: str
@@ -201,7 +201,7 @@ def run_side(request: SideRequest) -> Overlap:
 
 
 def side_config(request: SideRequest) -> Config:
-    """Returns the config of a side. Raises ConfigError for mistakes, and for what emulated stages cannot be."""
+    """Returns the config of a side. Raises ConfigError for mistakes, and for what timed stages cannot be."""
     values = {**MEASURED, **request.values}
     if request.engine != "real":
         values |= EMULATED
@@ -222,11 +222,11 @@ def _run_here(request: SideRequest) -> None:
     if request.engine == "real":
         train(config.model_dump(mode="json"), path)
         return
-    assert request.times is not None, "the command gives the times of emulated stages"
+    assert request.times is not None, "the command gives the times of timed stages"
     times = replace(StageTimes.of(request.times), slots=config.generation.slots)
     values = config.model_dump(mode="json")
     values["algorithm"]["kl"] = 0.1 if times.reference else 0.0
-    services = emulated_services(times, config.generation.replicas)
+    services = timed_services(times, config.generation.replicas)
     if request.engine == "virtual":
         run_on_virtual_clock(load(None, (), values=values).config, services, path)
     else:

@@ -23,11 +23,11 @@ from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts
 from asyncrl.protocols.messages import PromptGroup, Published, StepReport
 from asyncrl.protocols.service_contracts import Generation, Reference, Reward, Training
 from asyncrl.simulation.fakes.fake_service import FakeService, now
-from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, Sequence, Spans
+from asyncrl.simulation.fakes.generation import FakeGeneration, FakeSequence, Lengths, Spans
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
-# Describes how long the stages of an emulated run take, in a form that the processes of its workers get as options.
+# Describes how long the timed stages take, in a form that worker processes get as options.
 
 
 Update = Literal["in flight", "drain"]
@@ -52,7 +52,7 @@ class LengthSpread:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Says how long an emulated step takes, in seconds.
+    """Says how long a step of timed stages takes, in seconds.
 
     lengths: of completions. A token of each of b running samples takes `token + each * b` (weights are read once for
     all, the cache for each). slots: samples that one generator decodes at one time. update: whether generators take new
@@ -86,7 +86,7 @@ class StageTimes:
         return cls(lengths=LengthSpread(**values.pop("lengths")), **values)
 
 
-TEXT = np.frombuffer(b"emulated", np.uint8)
+TEXT = np.frombuffer(b"timed", np.uint8)
 ROWS_AT_ONCE = 128
 """Rows that the trainer reads in one go; more are copied in a thread, which virtual time does not wait for."""
 STAMP_BYTES = 4
@@ -95,7 +95,7 @@ ROUNDING = 1e-9
 """Tokens by which a completion may be short of its end when its timer fires."""
 
 
-def emulated_services(times: StageTimes, generators: int = 1) -> dict[str, ServiceSpec]:
+def timed_services(times: StageTimes, generators: int = 1) -> dict[str, ServiceSpec]:
     """Returns the specifications of the services by name."""
     contracts: dict[type[Any], int] = {Generation: generators, Reward: 1, Training: 1}
     if times.reference:
@@ -139,7 +139,7 @@ class TimedGeneration(TimedService, FakeGeneration):
         TimedService.__init__(self)
         self.decoded = 0.0
         self._counted_until = 0.0
-        self._ends: list[tuple[float, int, Sequence]] = []
+        self._ends: list[tuple[float, int, FakeSequence]] = []
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
@@ -168,7 +168,7 @@ class TimedGeneration(TimedService, FakeGeneration):
         self._flipped_at.append(self.decoded)
         self._book()
 
-    def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
+    def columns(self, sequence: FakeSequence, spans: Spans) -> dict[str, Array]:
         return {**super().columns(sequence, spans), "text": TEXT}
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
@@ -190,15 +190,15 @@ class TimedGeneration(TimedService, FakeGeneration):
             self._sampling[sequence] = None
         self._book()
 
-    def _begin(self, sequence: Sequence) -> None:
+    def _begin(self, sequence: FakeSequence) -> None:
         sequence.began = self.decoded
         heapq.heappush(self._ends, (self.decoded + sequence.tokens, next(self._numbers), sequence))
 
-    def _leave_slot(self, sequence: Sequence) -> None:
+    def _leave_slot(self, sequence: FakeSequence) -> None:
         del self._sampling[sequence]
         self.busy += self.decoded - sequence.began
 
-    def _spans(self, sequence: Sequence) -> Spans:
+    def _spans(self, sequence: FakeSequence) -> Spans:
         """Returns the tokens by version: each is sampled by the weights that are there when it begins."""
         flips = [round(at - sequence.began) for at in self._flipped_at[1:]]
         ends = [min(sequence.tokens, max(0, flip)) for flip in flips] + [sequence.tokens]

@@ -19,9 +19,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.simulation.planning import formulas
 from asyncrl.simulation.planning.formulas import Degrees
 from asyncrl.simulation.planning.gpus import Gpu, Rates, known_gpus
+from asyncrl.simulation.planning.job_file import JobTables, PlannedJob, planned
 from asyncrl.simulation.planning.model_size import WIDE, ModelSize, model_size
 from asyncrl.simulation.planning.predictions import USABLE, CostModel
-from asyncrl.simulation.planning.job_file import JobTables, PlannedJob, planned
 from asyncrl.simulation.planning.search import MappingSearch
 from asyncrl.simulation.planning.step_prediction import PredictedStep, StepPredictor
 from asyncrl.simulation.planning.strategies import STATES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.bench.overlap.side_run import run_on_virtual_clock
-from asyncrl.bench.overlap.timed_services import LengthSpread, StageTimes, emulated_services
+from asyncrl.bench.overlap.timed_services import LengthSpread, StageTimes, timed_services
 from asyncrl.config.sources import load
 from asyncrl.telemetry.jsonl import read_metrics
 
@@ -65,7 +65,7 @@ def seconds_of_a_batch(path: Path, training: int, generators: int, limit: int, c
         **dict.fromkeys(DEADLINES, FOREVER),
         **keys,
     }
-    directory = run_on_virtual_clock(load(None, (), values=values).config, emulated_services(times, generators), path)
+    directory = run_on_virtual_clock(load(None, (), values=values).config, timed_services(times, generators), path)
     steps = read_metrics(directory.metrics)
     counted = steps[3:]
     tokens = UNIT * sum(step["tokens/trained"] for step in counted)

@@ -20,7 +20,7 @@ from asyncrl.lanes.weights.leases import slot_of
 from asyncrl.protocols.batch import Array, Batch, Cuts
 from asyncrl.protocols.messages import Published
 from asyncrl.protocols.seeds import member_seed
-from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, Spans
+from asyncrl.simulation.fakes.generation import FakeGeneration, FakeSequence, Spans
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost, WriteCopy
 
 LONGEST = 12
@@ -67,7 +67,7 @@ class TorchlessGeneration(FakeGeneration):
         assert (incarnation, version) == (published.incarnation, published.version), "overwritten under our lease"
         self._weights[version] = weights
 
-    def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
+    def columns(self, sequence: FakeSequence, spans: Spans) -> dict[str, Array]:
         columns = super().columns(sequence, spans)
         seed = member_seed(sequence.prompts.seed, sequence.member)
         weights = [self._weights[version] for version in columns["versions"].tolist()]

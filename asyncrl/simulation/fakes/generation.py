@@ -52,7 +52,7 @@ def lognormal(median: int, sigma: float) -> Lengths:
 
 
 @dataclass(eq=False)
-class Sequence:
+class FakeSequence:
     """Holds a completion that waits for a slot or is being sampled; `answers` is the stream of its group. before: the
     row of the turn before, of an episode that goes on, with the version of each token. cut: it ends at its deadline."""
 
@@ -97,8 +97,8 @@ class FakeGeneration(FakeService, Generation):
         self._published: Published | None = None
         self._weights_changed = Wakeup()
         self._flips: list[tuple[float, int]] = []
-        self._queue: deque[Sequence] = deque()
-        self._sampling: dict[Sequence, None] = {}
+        self._queue: deque[FakeSequence] = deque()
+        self._sampling: dict[FakeSequence, None] = {}
 
     async def wait_for_weights(self, version: int) -> None:
         """Waits until these weights, or newer ones, sample."""
@@ -111,7 +111,7 @@ class FakeGeneration(FakeService, Generation):
         await asyncio.sleep(self.flip_time)
         self.check_alive(deaths)
 
-    def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
+    def columns(self, sequence: FakeSequence, spans: Spans) -> dict[str, Array]:
         """Returns the row of a finished completion: the version of each token, and the name of its sample."""
         versions, counts = zip(*spans, strict=True)
         stamps = np.concatenate([sequence.versions_before, np.repeat(np.array(versions, np.int32), counts)])
@@ -158,11 +158,11 @@ class FakeGeneration(FakeService, Generation):
 
     async def _sequence(
         self, prompts: PromptGroup, member: int, answers: asyncio.Queue[RowRef | AsyncrlError]
-    ) -> Sequence:
+    ) -> FakeSequence:
         before = next((row for row in prompts.continues or () if row.member == member), None)
         seed = member_seed(prompts.seed, member) + (before.turns if before is not None else 0)
         tokens = round(self.lengths(random.Random(seed)) * self.pace(now()))
-        sequence = Sequence(prompts, member, min(tokens, prompts.max_new_tokens), answers, before)
+        sequence = FakeSequence(prompts, member, min(tokens, prompts.max_new_tokens), answers, before)
         if before is not None:
             sequence.versions_before = (await self.read_checked(BatchRef((before,)), ["versions"]))["versions"][0]
             assert len(sequence.versions_before) == before.tokens, f"{before} led to the row of another turn"
@@ -216,7 +216,7 @@ class FakeGeneration(FakeService, Generation):
             self._sampling[sequence] = None
         self._queue = deque((*ready, *late)) if late else ready
 
-    def _begin(self, sequence: Sequence) -> None:
+    def _begin(self, sequence: FakeSequence) -> None:
         """Samples until the completion ends, or for as long as its deadline allows."""
         sequence.began = now()
         if sequence.tokens * self.token_time > sequence.prompts.deadline:
@@ -225,19 +225,19 @@ class FakeGeneration(FakeService, Generation):
         duration = sequence.tokens * self.token_time
         sequence.timer = asyncio.get_running_loop().call_later(duration, self.finish, sequence)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: FakeSequence) -> None:
         spans = self._spans(sequence)
         self._leave_slot(sequence)
         sequence.answers.put_nowait(self.row(sequence, spans))
         self._fill_slots()
 
-    def _leave_slot(self, sequence: Sequence) -> None:
+    def _leave_slot(self, sequence: FakeSequence) -> None:
         del self._sampling[sequence]
         self.busy += now() - sequence.began
         if sequence.timer is not None:
             sequence.timer.cancel()
 
-    def _abort(self, sequences: Iterable[Sequence]) -> None:
+    def _abort(self, sequences: Iterable[FakeSequence]) -> None:
         aborted = set(sequences)
         self._queue = deque(sequence for sequence in self._queue if sequence not in aborted)
         for sequence in [sequence for sequence in self._sampling if sequence in aborted]:
@@ -256,7 +256,7 @@ class FakeGeneration(FakeService, Generation):
             for answers in streams:
                 answers.put_nowait(error)
 
-    def row(self, sequence: Sequence, spans: Spans) -> RowRef:
+    def row(self, sequence: FakeSequence, spans: Spans) -> RowRef:
         prompts = sequence.prompts
         before = sequence.before
         return RowRef(
@@ -273,11 +273,11 @@ class FakeGeneration(FakeService, Generation):
             turns=before.turns + 1 if before else 1,
         )
 
-    def tokens_at_flips(self, sequence: Sequence) -> list[float]:
+    def tokens_at_flips(self, sequence: FakeSequence) -> list[float]:
         """Returns how far a sequence was at each change of weights; negative before it began."""
         return [(flip - sequence.began) / self.token_time for flip, _ in self._flips[1:]]
 
-    def _spans(self, sequence: Sequence) -> Spans:
+    def _spans(self, sequence: FakeSequence) -> Spans:
         """Token k is sampled in [began + k t, began + (k + 1) t) by the weights at the start of that step."""
         flipped = self.tokens_at_flips(sequence)
         ends = [min(sequence.tokens, max(0, math.ceil(end - 1e-6))) for end in flipped] + [sequence.tokens]
@@ -313,8 +313,8 @@ class DecodingReplica:
 
     sampled: float = 0.0
     updated: float = 0.0
-    running: dict[Sequence, float] = field(default_factory=dict)
-    ends: list[tuple[float, int, Sequence]] = field(default_factory=list)
+    running: dict[FakeSequence, float] = field(default_factory=dict)
+    ends: list[tuple[float, int, FakeSequence]] = field(default_factory=list)
     flips: list[float] = field(default_factory=list)
     busy: float = 0.0
     paused_until: float = 0.0
@@ -342,7 +342,7 @@ class DecodingReplica:
             self.timer = asyncio.get_running_loop().call_at(begin + left, due, self)
 
 
-class ModelledGeneration(FakeGeneration):
+class FakeReplicas(FakeGeneration):
     """Samples on `replicas` of `slots` sequences each; a new sequence goes to the replica with the fewest.
 
     step: seconds of a decode step by the sequences of a replica. pause: seconds in which replicas decode nothing while
@@ -359,7 +359,7 @@ class ModelledGeneration(FakeGeneration):
         self._slots_each = slots
         self._step = step
         self._pause = pause
-        self._of: dict[Sequence, DecodingReplica] = {}
+        self._of: dict[FakeSequence, DecodingReplica] = {}
         self._order = itertools.count()
 
     def _begin_instance(self) -> None:
@@ -377,7 +377,7 @@ class ModelledGeneration(FakeGeneration):
                 replica.set_timer(self._step, self._finish_due)
         return found
 
-    def tokens_at_flips(self, sequence: Sequence) -> list[float]:
+    def tokens_at_flips(self, sequence: FakeSequence) -> list[float]:
         replica = self._of[sequence]
         began = replica.running[sequence] - sequence.tokens
         return [flip - began for flip in replica.flips]
@@ -388,7 +388,7 @@ class ModelledGeneration(FakeGeneration):
             replica.advance(self._step)
         return [replica.busy for replica in self.replicas]
 
-    def _begin(self, sequence: Sequence) -> None:
+    def _begin(self, sequence: FakeSequence) -> None:
         replica = self._emptiest()
         replica.advance(self._step)
         sequence.began = now()
@@ -397,7 +397,7 @@ class ModelledGeneration(FakeGeneration):
         heapq.heappush(replica.ends, (end, next(self._order), sequence))
         replica.set_timer(self._step, self._finish_due)
 
-    def _leave_slot(self, sequence: Sequence) -> None:
+    def _leave_slot(self, sequence: FakeSequence) -> None:
         replica = self._of.pop(sequence)
         replica.advance(self._step)
         del replica.running[sequence]

@@ -3,8 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -20,7 +19,7 @@ from asyncrl.protocols.messages import Opening, PromptGroup, Published, Using
 from asyncrl.protocols.prompt_row import PackedRow
 from asyncrl.protocols.service_contracts import Environment, Reward, endpoint
 from asyncrl.simulation.fakes.fake_service import KEY, FakeService
-from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence
+from asyncrl.simulation.fakes.generation import FakeGeneration, FakeSequence
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost, WriteCopy
 from asyncrl.simulation.faults.trial_plan import TOKEN_TIME, Trial
@@ -162,7 +161,7 @@ class GroundTruth:
             if instance.startswith(service) and worker.stored_rows:
                 return worker.lose_row(self.chance)
 
-    def updated(self, version: int, batch: BatchRef, in_loss: SequenceOf[Any]) -> None:
+    def updated(self, version: int, batch: BatchRef, in_loss: Sequence[Any]) -> None:
         """Notes that a rank of the trainer took an update from this version; all ranks take the same one."""
         if version + 1 not in self.steps:
             self.trained(version, batch, in_loss)
@@ -176,7 +175,7 @@ class GroundTruth:
             hung.hung = True
             self.hung.append(hung.instance)
 
-    def trained(self, version: int, batch: BatchRef, in_loss: SequenceOf[Any]) -> None:
+    def trained(self, version: int, batch: BatchRef, in_loss: Sequence[Any]) -> None:
         """A step trained these samples from this version. in_loss: version stamps of the tokens of each in the loss."""
         before = {key for keys in self.steps.values() for key in keys}
         twice = [row.key for row in batch if row.key in before]
@@ -243,7 +242,7 @@ class TrialGeneration(TrialService, FakeGeneration):
         if crash:  # A group whose samples are short crashes its worker too, while that works for it.
             await asyncio.wait(crash)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: FakeSequence) -> None:
         if not self.hung:
             super().finish(sequence)
 
@@ -357,5 +356,5 @@ class TrialTraining(TrialService, FakeTraining):
         self._disk.block()
         super().write_file(directory, file, data)
 
-    def on_trained(self, batch: BatchRef, in_loss: SequenceOf[Any]) -> None:
+    def on_trained(self, batch: BatchRef, in_loss: Sequence[Any]) -> None:
         self.truth.trained(self.version, batch, in_loss)

@@ -19,8 +19,8 @@ from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.ranks.rank_limits import layout_refusals
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.planning.formulas import Degrees
-from asyncrl.simulation.planning.model_size import ModelSize
 from asyncrl.simulation.planning.job_file import PlannedJob, StepWork
+from asyncrl.simulation.planning.model_size import ModelSize
 from asyncrl.simulation.planning.search import FoundMapping, PlacedSet
 from asyncrl.simulation.planning.strategies import GENERATING, TRAINED, Layouts, Strategy, powers
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.planning.gpus import Rates
-from asyncrl.simulation.planning.predictions import USABLE, Interval
 from asyncrl.simulation.planning.job_file import GpuGroup, PlannedJob
+from asyncrl.simulation.planning.predictions import USABLE, Interval
 from asyncrl.simulation.planning.strategies import (
     PUBLISHED,
     STAGES,

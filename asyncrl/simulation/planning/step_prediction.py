@@ -1,4 +1,4 @@
-"""Predicts the seconds of a step of a job in one layout: modelled stages, run by the real controller.
+"""Predicts the seconds of a step of a job in one layout: the real controller runs stages of these seconds on virtual time.
 
 The layout is a split of the GPUs, with a staleness limit; or all GPUs in turn, which is a synchronous step. Each level
 of efficiency is one run on virtual time. Of many samples a share is simulated, with the same share of the replicas.
@@ -17,19 +17,19 @@ from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.planning import formulas
-from asyncrl.simulation.planning.gpus import Gpu, Rates
-from asyncrl.simulation.planning.model_size import ModelSize
-from asyncrl.simulation.planning.predictions import CALIBRATED, USABLE, Interval
 from asyncrl.simulation.fakes.fake_service import FakeService
-from asyncrl.simulation.fakes.generation import Lengths, ModelledGeneration, StepSeconds
+from asyncrl.simulation.fakes.generation import FakeReplicas, Lengths, StepSeconds
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+from asyncrl.simulation.planning import formulas
+from asyncrl.simulation.planning.gpus import Gpu, Rates
 from asyncrl.simulation.planning.job_file import FixedSplit, MeasuredStages, PlannedJob
+from asyncrl.simulation.planning.model_size import ModelSize
+from asyncrl.simulation.planning.predictions import CALIBRATED, USABLE, Interval
 from asyncrl.simulation.planning.strategies import PUBLISHED, Layouts, Strategy, auto_parallel, stage_seconds
 from asyncrl.simulation.resumable_run import ResumableRun, RunShape
 
-# Runs controller, gate and journal on virtual time, with stages that take modelled seconds.
+# Runs controller, gate and journal on virtual time, with stages that take these seconds.
 
 
 DEADLINE = 1e9
@@ -37,8 +37,8 @@ DEADLINE = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelledStages(RunShape):
-    """A run whose stages have modelled times. replicas of `slots` sequences each; step: seconds of a decode step by the
+class SimulatedStages(RunShape):
+    """A run whose stages take given times. replicas of `slots` sequences each; step: seconds of a decode step by the
     sequences of a replica; pause: seconds without decoding while a replica takes new weights; warm_up, measured: steps
     that are left out and those that count."""
 
@@ -57,7 +57,7 @@ class ModelledStages(RunShape):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelledSchedule:
+class SimulatedSchedule:
     """Describes the measured steps. seconds: in which as many tokens train as a step samples. generating, training:
     shares of the time in which replicas and trainer had work. staleness: mean of the tokens in the loss. masked: share
     of the tokens of trained samples that were too old for the loss."""
@@ -69,17 +69,17 @@ class ModelledSchedule:
     masked: float
 
 
-class ModelledRun(ResumableRun):
+class StagesRun(ResumableRun):
     """Runs the stages from their first step."""
 
     training: FakeTraining
 
-    def __init__(self, stages: ModelledStages) -> None:
+    def __init__(self, stages: SimulatedStages) -> None:
         super().__init__(stages, MemoryStore(), lambda: None, thorough=False)
         self._stages = stages
         self._marks: list[tuple[float, float, list[float]]] = []
         self._masked = 0
-        self.generation = ModelledGeneration(
+        self.generation = FakeReplicas(
             stages.replicas,
             stages.slots,
             stages.step,
@@ -98,7 +98,7 @@ class ModelledRun(ResumableRun):
         """Returns no sample: no such run is resumed."""
         return BatchRef(())
 
-    async def run(self) -> ModelledSchedule:
+    async def run(self) -> SimulatedSchedule:
         await self.run_controller({})
         (began, busy_before, before), (ended, busy, _) = self._marks[0], self._marks[-1]
         seconds = ended - began
@@ -106,7 +106,7 @@ class ModelledRun(ResumableRun):
         grown = zip(self._marks[-1][2], before, strict=True)
         ages = {key: at - stamps for key, (stamps, at) in self.training.trained.items() if at >= first}
         masked = self._masked / max(1, self._masked + sum(map(len, ages.values())))
-        return ModelledSchedule(
+        return SimulatedSchedule(
             seconds=seconds / (len(self._marks) - 1) / (1.0 - masked),
             generating=fmean(after - earlier for after, earlier in grown) / seconds,
             training=(busy - busy_before) / seconds,
@@ -126,11 +126,11 @@ class ModelledRun(ResumableRun):
         self.invariants.observe(event)
 
 
-def run_stages(stages: ModelledStages) -> ModelledSchedule:
+def run_stages(stages: SimulatedStages) -> SimulatedSchedule:
     """Runs on a virtual loop of its own; the same stages give the same schedule."""
 
-    async def main() -> ModelledSchedule:
-        return await ModelledRun(stages).run()
+    async def main() -> SimulatedSchedule:
+        return await StagesRun(stages).run()
 
     return virtual_loop.run(main())
 
@@ -171,7 +171,7 @@ class PredictedStep:
 
     split: FixedSplit | None
     limit: int
-    schedules: tuple[ModelledSchedule, ...]
+    schedules: tuple[SimulatedSchedule, ...]
     generation: Strategy
     training: Strategy
 
@@ -180,7 +180,7 @@ class PredictedStep:
         return Interval.of([each.seconds for each in self.schedules])
 
     @property
-    def likely(self) -> ModelledSchedule:
+    def likely(self) -> SimulatedSchedule:
         return self.schedules[1]
 
     def speedup_over(self, other: "PredictedStep") -> Interval:
@@ -295,7 +295,7 @@ class StepPredictor:
         training: Strategy,
         others: dict[str, Strategy],
         level: int,
-    ) -> ModelledStages:
+    ) -> SimulatedStages:
         """Returns the run of one level of efficiency. A synchronous one is over sooner: all its steps are alike."""
         work = self.job.work
         generate = generation.generate
@@ -309,7 +309,7 @@ class StepPredictor:
         else:
             moved = formulas.transfer_seconds(self._policy, rates, split.training, generate)
         warm_up, measured = (1, 3) if limit == 0 else (2 + limit, 5)
-        return ModelledStages(
+        return SimulatedStages(
             groups=sampled.samples // work.samples_per_prompt,
             members=work.samples_per_prompt,
             limit=limit,

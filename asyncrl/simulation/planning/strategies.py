@@ -13,8 +13,8 @@ from typing import TypeAlias
 from asyncrl.simulation.planning import formulas
 from asyncrl.simulation.planning.formulas import Degrees
 from asyncrl.simulation.planning.gpus import Gpu, Rates
-from asyncrl.simulation.planning.model_size import WIDE, ModelSize
 from asyncrl.simulation.planning.job_file import StepWork
+from asyncrl.simulation.planning.model_size import WIDE, ModelSize
 
 STAGES = ("generation", "preparation", "training")
 Stages: TypeAlias = tuple[float, float, float]

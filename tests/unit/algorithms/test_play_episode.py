@@ -17,7 +17,7 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import greedy_baseline, plain_rewards
 from asyncrl.protocols.batch import GREEDY, RowRef
 from asyncrl.protocols.messages import PromptGroup, Score
-from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, constant
+from asyncrl.simulation.fakes.generation import FakeGeneration, FakeSequence, constant
 from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.faults.trial_services import FakeEnvironment
@@ -99,7 +99,7 @@ class Asked(FakeGeneration):
 
     async def _sequence(
         self, prompts: PromptGroup, member: int, answers: asyncio.Queue[RowRef | AsyncrlError]
-    ) -> Sequence:
+    ) -> FakeSequence:
         sequence = await super()._sequence(prompts, member, answers)
         self.asked.append((prompts.attempt, 0 if sequence.before is None else sequence.before.turns))
         return sequence

@@ -5,7 +5,7 @@ from typing import Any
 
 from asyncrl.bench.overlap.accounting import Overlap, overlap_of
 from asyncrl.bench.overlap.side_run import run_on_virtual_clock
-from asyncrl.bench.overlap.timed_services import LengthSpread, StageTimes, emulated_services
+from asyncrl.bench.overlap.timed_services import LengthSpread, StageTimes, timed_services
 from asyncrl.config.sources import load
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.report.worker_trace import read_trace
@@ -34,7 +34,7 @@ def virtual_overlap(
         "steps": steps,
     }
     config = load(None, (), values=chosen | (values or {})).config
-    directory = run_on_virtual_clock(config, emulated_services(times), path)
+    directory = run_on_virtual_clock(config, timed_services(times), path)
     return overlap_in(directory.path)
 
 

@@ -14,14 +14,14 @@ from asyncrl.simulation.planning.gpus import known_gpus
 from asyncrl.simulation.planning.job_file import FixedSplit, JobTables, PlannedJob, planned
 from asyncrl.simulation.planning.step_prediction import (
     MOST_SAMPLES,
-    ModelledStages,
     Sampled,
+    SimulatedStages,
     StepPredictor,
     drawn_lengths,
     run_stages,
 )
 
-BASE = ModelledStages(
+BASE = SimulatedStages(
     groups=8,
     members=4,
     limit=0,
