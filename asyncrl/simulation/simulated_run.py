@@ -2,7 +2,7 @@
 
     result = simulate(Scenario(policy="drop", seed=3))
 
-`invariants.py` checks a run at every event. A run ends with numbers and with a digest of everything that happened.
+`Invariants` are checked at every event. A run ends with numbers and with a digest of everything that happened.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.simulation.faults.simulate_command import outcome_of
 from asyncrl.simulation.faults.trial_execution import ControllerLife, run_trial
 from asyncrl.simulation.faults.trial_plan import draw_ranks
-from asyncrl.simulation.faults.trial_ranks import TrialTrainingRank
+from asyncrl.simulation.faults.trial_services import TrialTrainingRank
 from tests.named_seed import named_seed, starts
 
 CORE = 20

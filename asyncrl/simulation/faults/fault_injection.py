@@ -4,18 +4,16 @@ import asyncio
 import random
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from asyncrl.config.schema import FleetConfig
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.service_calls import GROUP_MARGIN
 from asyncrl.simulation.fakes.fake_service import now
+from asyncrl.simulation.faults.slow_disk import SlowDisk
 from asyncrl.simulation.faults.trial_plan import Fault, Trial
 from asyncrl.simulation.faults.trial_services import GroundTruth
 from asyncrl.simulation.virtual_loop import VirtualLoop
-
-if TYPE_CHECKING:
-    from asyncrl.simulation.faults.trial_execution import ControllerLife
 
 MESSAGE_FAULTS = ("lose", "repeat", "overtake", "delay", "cut")
 FLEET = FleetConfig(call_deadline=60.0, start_deadline=30.0, watchdog=1e9)
@@ -30,6 +28,21 @@ AGE_LIMIT_PER_FAULT = 100.0
 and the wait for the next step."""
 
 
+class Life(Protocol):
+    """A controller with its workers, its hosts and its disk, which faults strike. over: it was killed or has ended."""
+
+    disk: SlowDisk
+    over: bool
+
+    def runs(self, instance: str) -> bool: ...
+
+    def kill_one(self, service: str) -> None: ...
+
+    def change_hosts(self, fault: Fault) -> None: ...
+
+    def kill(self, *, power_cut: bool) -> None: ...
+
+
 class FaultInjection:
     """Counts the messages of a trial, on all its wires, and injects each fault at its message.
 
@@ -37,7 +50,7 @@ class FaultInjection:
     so far. digest: hash of every message with its time. skipped: seconds that the clock jumped.
     """
 
-    life: "ControllerLife"
+    life: Life
 
     def __init__(self, trial: Trial, truth: GroundTruth) -> None:
         self.sent = 0
@@ -90,7 +103,7 @@ class FaultInjection:
         if lane != "data" and instance:
             self.loop.call_later(BROKEN_LINK_DEADLINE, self._check_ended, instance, self.life, self.skipped)
 
-    def _check_ended(self, instance: str, life: "ControllerLife", skipped: float) -> None:
+    def _check_ended(self, instance: str, life: Life, skipped: float) -> None:
         stalled = any(fault.kind in ("stall", "partition", "one-way") for fault in self.injected)
         timely = skipped == self.skipped and not stalled
         if timely and life is self.life and not life.over and life.runs(instance):
@@ -98,12 +111,12 @@ class FaultInjection:
                 f"{instance} still runs {BROKEN_LINK_DEADLINE:g} s after a message to or from it was lost or came twice"
             )
 
-    def begin(self, life: "ControllerLife") -> None:
+    def begin(self, life: Life) -> None:
         """Injects faults into this life from now on. All stalls end: it has other workers and another wire."""
         self.life = life
         self._stalled.clear()
 
-    def _inject(self, fault: Fault, life: "ControllerLife") -> None:
+    def _inject(self, fault: Fault, life: Life) -> None:
         if life is not self.life or life.over:
             return
         match fault.kind:

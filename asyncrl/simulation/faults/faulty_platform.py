@@ -1,7 +1,7 @@
-"""The machine of a trial, on which links, processes and the disk fail.
+"""The machine of a trial, on which links, the network between hosts and processes fail.
 
 Messages come late, twice, in another order or never, and links break; worker processes are tasks that can be killed at
-any await; writes are slow, and a power cut tears records.
+any await.
 """
 
 import asyncio
@@ -10,9 +10,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple
 
-from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.fleet.launching.launcher import InprocWorker
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
@@ -69,13 +68,8 @@ def _concerns(partition: Partition, source: str, target: str) -> bool:
     return partition.source in (ANY, source) and partition.target in (ANY, target)
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 LATE_NOTICE = 15.0
 """Seconds after which the death of a remote process is known at the latest."""
-SLOW_WRITES = 20
-"""Number of writes that one fault slows down."""
 
 
 class FaultyPipe(Pipe[Any]):
@@ -356,48 +350,3 @@ class FaultyLauncher:
     async def wait_until_idle(self) -> None:
         for process in (*self._processes, *self._gone):
             await process.clean_up()
-
-
-class SlowDisk(MemoryStore):
-    """Takes time for slow writes. An append blocks the loop meanwhile; what goes through `run` lets other tasks run."""
-
-    skip: Callable[[float], None]
-    """Lets time pass while nothing runs; set by the life of a controller that uses the disk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._slow_writes = 0
-        self._seconds = 0.0
-
-    def slow_down(self, seconds: float) -> None:
-        self._slow_writes = SLOW_WRITES
-        self._seconds = seconds
-
-    async def run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        size = self.size
-        if seconds := self._next_seconds():
-            await asyncio.sleep(seconds)
-        done = work(*args, **kwargs)
-        self.synced = min(self.synced, size)  # What was appended meanwhile may be on the disk, or not.
-        return done
-
-    def append(self, data: bytes) -> None:
-        self.block()
-        super().append(data)
-
-    def block(self) -> None:
-        """Lets the time of one write pass while nothing else runs."""
-        if seconds := self._next_seconds():
-            self.skip(seconds)
-
-    def _next_seconds(self) -> float:
-        slow = self._slow_writes > 0
-        self._slow_writes -= slow
-        return self._seconds if slow else 0.0
-
-    def after_failure(self, power_cut: bool, chance: random.Random) -> Self:
-        """Returns what the next process finds. A power cut loses some or all unsynced bytes and may tear the tail."""
-        if not power_cut:
-            return self.after_death()
-        kept = chance.choice((0, chance.randint(0, self.size), self.size))
-        return self.after_power_cut(kept, chance.choice((b"", b"torn", chance.randbytes(9))))

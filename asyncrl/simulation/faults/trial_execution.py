@@ -29,18 +29,20 @@ from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Environment, Generation, Lane, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import AGE_LIMIT, CHECK_PERIOD, FLEET, FaultInjection
-from asyncrl.simulation.faults.faulty_platform import ANY, FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
+from asyncrl.simulation.faults.faulty_platform import ANY, FaultyLauncher, FaultyWire, ProcessWire
+from asyncrl.simulation.faults.slow_disk import SlowDisk
 from asyncrl.simulation.faults.trial_hosts import TrialHosts
 from asyncrl.simulation.faults.trial_plan import BASE, ENOUGH, MEMBERSHIP, Fault, Trial
-from asyncrl.simulation.faults.trial_ranks import RankExchanges, TrialTrainingRank
 from asyncrl.simulation.faults.trial_services import (
     GroundTruth,
+    RankExchanges,
     TicketReward,
     TrialEnvironment,
     TrialGeneration,
     TrialReference,
     TrialReward,
     TrialTraining,
+    TrialTrainingRank,
     TrialViolation,
 )
 from asyncrl.simulation.resumable_run import ResumableRun

@@ -2,30 +2,30 @@
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
+from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.weights.leases import CopiedVersions, slot_of
-from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
+from asyncrl.protocols.batch import Batch, BatchRef, Cuts, RowRef, SampleName
 from asyncrl.protocols.distribute_collect import ONE_OF
-from asyncrl.protocols.messages import Opening, PromptGroup, Published, Using
+from asyncrl.protocols.hash_chain import chain
+from asyncrl.protocols.messages import Opening, PromptGroup, Published, StepReport, Using
 from asyncrl.protocols.prompt_row import PackedRow
 from asyncrl.protocols.service_contracts import Environment, Reward, endpoint
-from asyncrl.simulation.fakes.fake_service import KEY, FakeService
+from asyncrl.simulation.fakes.fake_service import KEY, FakeService, now
 from asyncrl.simulation.fakes.generation import FakeGeneration, FakeSequence
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost, WriteCopy
+from asyncrl.simulation.faults.slow_disk import SlowDisk
 from asyncrl.simulation.faults.trial_plan import TOKEN_TIME, Trial
-
-if TYPE_CHECKING:
-    from asyncrl.simulation.faults.faulty_platform import SlowDisk
 
 Key = tuple[int, int]
 
@@ -222,7 +222,7 @@ class TrialService(FakeService):
 class TrialGeneration(TrialService, FakeGeneration):
     """Crashes on the group that is poison, and is stuck when a fault says so."""
 
-    def __init__(self, truth: GroundTruth, disk: "SlowDisk", context: WorkerContext) -> None:
+    def __init__(self, truth: GroundTruth, disk: SlowDisk, context: WorkerContext) -> None:
         self.truth = truth
         self.disk = disk
         self._stuck_until = 0.0
@@ -311,7 +311,7 @@ class TrialReference(TrialService, FakeReference):
 class TrialTraining(TrialService, FakeTraining):
     """Goes on from what its checkpoint on the slow disk says, and from nothing else."""
 
-    def __init__(self, truth: GroundTruth, disk: "SlowDisk", context: WorkerContext) -> None:
+    def __init__(self, truth: GroundTruth, disk: SlowDisk, context: WorkerContext) -> None:
         self.truth = truth
         self.disk = self._disk = disk
         trial = truth.trial
@@ -358,3 +358,140 @@ class TrialTraining(TrialService, FakeTraining):
 
     def on_trained(self, batch: BatchRef, in_loss: Sequence[Any]) -> None:
         self.truth.trained(self.version, batch, in_loss)
+
+
+# Several ranks of a trainer with copies of its weights, of which one dies between two exchanges, or during one.
+#
+# give ──> all have given ──> each gets what all gave, some time later ──> takes the update ──> the next exchange
+#                              └── a rank died meanwhile: PeerLost, also where another one had its answer before
+
+
+SLOWEST = 1.0
+"""Seconds until the answer of an exchange has reached the last rank."""
+LOSS_NOTICE = 60.0
+"""Seconds for which a rank that lost another one stays."""
+
+
+class RankExchange:
+    """Connects the ranks of one start of a trainer."""
+
+    def __init__(self, size: int, seed: str) -> None:
+        self._size = size
+        self._lost = asyncio.Event()
+        self._chance = random.Random(seed)
+        self._given: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._complete: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def give(self, number: int, rank: int, value: Any) -> list[Any]:
+        """Returns what all ranks gave in the exchange of this number. Raises PeerLost once one is gone."""
+        self._given[number][rank] = value
+        if len(self._given[number]) == self._size:
+            self._complete[number].set()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._complete[number], self._lost)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._chance.uniform(0.0, SLOWEST)):
+                await self._lost.wait()
+        if self._lost.is_set():
+            raise PeerLost(f"rank {rank} lost another rank in exchange {number}")
+        return [self._given[number][other] for other in range(self._size)]
+
+    def end(self) -> None:
+        """Ends the connections of a rank whose process is gone."""
+        self._lost.set()
+
+
+class RankExchanges:
+    """The exchanges of each incarnation of a run, in which the ranks of its trainer start together."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._made: dict[int, RankExchange] = {}
+
+    def of(self, incarnation: int) -> RankExchange:
+        if incarnation not in self._made:
+            self._made[incarnation] = RankExchange(self._trial.ranks, f"exchange {self._trial.seed} {incarnation}")
+        return self._made[incarnation]
+
+
+class TrialTrainingRank(TrialTraining):
+    """One of several ranks. weights: version of what it holds, which an update raises before the step has ended."""
+
+    def __init__(self, truth: GroundTruth, disk: SlowDisk, exchanges: RankExchanges, context: WorkerContext) -> None:
+        super().__init__(truth, disk, context)
+        self._exchange = exchanges.of(context.facts.incarnation)
+        self._exchanges = 0
+
+    def restore(self, version: int, link: bytes) -> None:
+        super().restore(version, link)
+        self.weights = version
+
+    @property
+    def held_version(self) -> int:
+        return self.weights
+
+    async def start(self) -> None:
+        await super().start()
+        self.truth.services[self.instance] = self
+        if (folder := self.context.facts.checkpoint_dir) is None:
+            return
+        found = "nothing"
+        with suppress(FileNotFoundError):
+            found = self._disk.open(str(folder), STATE).read().decode().partition(" ")[0]
+        if folder.name != found:
+            self.truth.report(f"checkpoint {folder.name} holds the weights of version {found}")
+
+    async def read_checked(self, samples: BatchRef, columns: Any) -> Batch:
+        """Reads the rows of this rank. Raises LostRows on all ranks when one of them lost rows."""
+        rows: Batch | None = None
+        lost: LostRows | None = None
+        try:
+            rows = await super().read_checked(samples, columns)
+        except LostRows as own:
+            lost = own
+        found = [each for each in await self._give(lost) if each is not None]
+        if rows is None or found:
+            raise found[0]
+        return rows
+
+    async def train(self, cuts: Cuts, rows: Batch) -> StepReport:
+        """Trains this rank's rows; what all ranks trained is one step."""
+        began = now()
+        try:
+            await self.spend(self.cost.fixed + self.cost.token * cuts.tokens)
+            samples, in_loss = self._compute_loss(cuts.batch, rows)
+            self._steps += 1
+            given = await self._give([*zip(cuts.batch, samples, in_loss, strict=True)])
+            self.busy += now() - began
+            accounts = sorted((each for rank in given for each in rank), key=lambda account: account[0].key)
+            trained = [(row, stamps) for row, sample, stamps in accounts if sample.trained]
+            if trained:
+                await self._wait_for_slot()
+                self._leases.begin_write(self.version + 1)
+                self._update(trained)
+            await self._give(None)
+        except PeerLost:
+            await asyncio.sleep(LOSS_NOTICE)
+            raise
+        if not trained:
+            return self._report(samples, self.why_skipped([sample for _, sample, _ in accounts]))
+        self.chain = chain(self.chain, [row.name for row, _ in trained])
+        self.version = self.weights
+        self._leases.end_write(self.version)
+        return replace(self._report(samples, ""), updates=1, published=await self.published())
+
+    def _update(self, trained: Sequence[tuple[RowRef, Any]]) -> None:
+        """Takes an update on the rows of all ranks, each with the version stamps of its tokens in the loss."""
+        self.truth.updated(self.version, BatchRef(tuple(row for row, _ in trained)), [stamps for _, stamps in trained])
+        self.weights = self.version + 1
+
+    def ended(self) -> None:
+        self._exchange.end()
+
+    async def _give(self, value: Any) -> list[Any]:
+        self._exchanges += 1
+        return await self._exchange.give(self._exchanges, self.context.spec.rank, value)

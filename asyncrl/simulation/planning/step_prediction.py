@@ -1,4 +1,5 @@
-"""Predicts the seconds of a step of a job in one layout: the real controller runs stages of these seconds on virtual time.
+"""Predicts the seconds of a step of a job in one layout: the real controller runs stages of these seconds on virtual
+time.
 
 The layout is a split of the GPUs, with a staleness limit; or all GPUs in turn, which is a synchronous step. Each level
 of efficiency is one run on virtual time. Of many samples a share is simulated, with the same share of the replicas.
