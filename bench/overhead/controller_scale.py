@@ -242,18 +242,18 @@ async def generate_and_release(workers: int) -> dict[str, float]:
         await handle.release(names, turn * groups)
         spent["generate call"] += between - began
         spent["release call"] += time.process_time() - between
-    return {event: 1e6 * seconds / (rounds * groups * MEMBERS) for event, seconds in spent.items()}
+    return {event: 1e6 * seconds / (rounds * groups * BATCH_MEMBERS) for event, seconds in spent.items()}
 
 
 def prompt_group(group: int) -> PromptGroup:
-    return PromptGroup(group, 0, 0, "a prompt", tuple(range(MEMBERS)), group, 0, 1.0, 100, 600.0)
+    return PromptGroup(group, 0, 0, "a prompt", tuple(range(BATCH_MEMBERS)), group, 0, 1.0, 100, 600.0)
 
 
 def step_call(ranks: int) -> dict[str, float]:
     """Returns CPU-microseconds a row of splitting a batch by tokens over the ranks of the trainer, alone and together
     with encoding the calls of all ranks: with one rank there is nothing to split, but as much to encode."""
     step = Training.endpoints["step"].transfer
-    rows = tuple(row_of(row // MEMBERS, row % MEMBERS, row % 97) for row in range(ROWS))
+    rows = tuple(row_of(row // BATCH_MEMBERS, row % BATCH_MEMBERS, row % 97) for row in range(ROWS))
     cuts = Cuts(0, 0, BatchRef(rows), 100 * ROWS, ROWS)
     gc.collect()
     began = time.process_time()
@@ -322,14 +322,15 @@ ALL_IN = 250.0
 """CPU-microseconds that the controller may spend on a sample."""
 MEMORY = 1000.0
 """Megabytes that it may hold with 100,000 samples in flight."""
-GROUPS = 64
-MEMBERS = 16
+FLEET_GROUPS = 64
+FLEET_MEMBERS = 16
+"""Groups of a step of a whole fleet, and samples of a group."""
 STEPS = 9
 TIMED_FROM = 3
 """Steps of the run, and the one after which they are timed, because then the first draw is scored."""
-MEMBERS = 8
-GROUPS = 32
-"""Samples of a group, and groups of a step."""
+STEP_MEMBERS = 8
+STEP_GROUPS = 32
+"""Samples of a group, and groups of a step, in the journal that is measured."""
 RECORDS = 40_000
 """Records that are measured, besides the draws of what is in flight."""
 
@@ -440,8 +441,8 @@ def controller_all_in(workers: int) -> float:
     """Returns the median over steps of CPU-microseconds a sample, with about 100 samples in flight for each worker."""
     scorers = workers * 3 // 10
     shape = LargeFleet(
-        groups=GROUPS,
-        members=MEMBERS,
+        groups=FLEET_GROUPS,
+        members=FLEET_MEMBERS,
         limit=max(1, workers // 10 - 2),
         steps=STEPS,
         step_time=5.0,
@@ -458,7 +459,7 @@ def controller_all_in(workers: int) -> float:
 
 def audit_and_resume(in_flight: int) -> dict[str, float]:
     """Returns CPU-microseconds for each record of the journal, with those that the resume itself writes."""
-    store = asyncio.run(journaled_run(in_flight // MEMBERS))
+    store = asyncio.run(journaled_run(in_flight // STEP_MEMBERS))
     audit = _seconds(lambda: Audit(store))
     audited = Scan(store).count
     resumed = _seconds(lambda: _resume(store))
@@ -494,16 +495,16 @@ async def journaled_run(groups: int) -> MemoryStore:
 def _records(journal: Journal, groups: int) -> Iterator[Record]:
     ledger = journal.ledger
     flying = deque[int]()
-    for _ in range(RECORDS // (2 * MEMBERS * GROUPS)):
-        while len(flying) < max(groups, GROUPS):
+    for _ in range(RECORDS // (2 * STEP_MEMBERS * STEP_GROUPS)):
+        while len(flying) < max(groups, STEP_GROUPS):
             flying.append(ledger.next_group)
-            yield Drawn(ledger.next_group, ledger.version, MEMBERS)
-        batch = [flying.popleft() for _ in range(GROUPS)]
+            yield Drawn(ledger.next_group, ledger.version, STEP_MEMBERS)
+        batch = [flying.popleft() for _ in range(STEP_GROUPS)]
         for group in batch:
-            for member in range(MEMBERS):
+            for member in range(STEP_MEMBERS):
                 yield Generated(group, 0, ((member, ledger.version, ledger.version, 500),))
                 yield Scored(group, member, 0.5)
-        members = tuple(range(MEMBERS))
+        members = tuple(range(STEP_MEMBERS))
         link = chain(ledger.chain, [(group, member, 0) for group in batch for member in members])
         cuts = tuple((group, members) for group in batch)
-        yield Trained(ledger.version + 1, cuts, (0.0,) * (MEMBERS * GROUPS), link.hex())
+        yield Trained(ledger.version + 1, cuts, (0.0,) * (STEP_MEMBERS * STEP_GROUPS), link.hex())
