@@ -13,8 +13,7 @@ BENCHMARKS = {
     "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
     "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),
     "weights": ("transfer_speed.weight_plans", "the plan of a transfer of weights: bytes, senders, time on links"),
-    "transfers": ("transfer_speed.weight_transfers", "weights to another process, beside bare and encrypted sockets"),
-    "gpu": ("gpu.benchmark", "weights on a GPU: copies, CUDA memory of processes, NCCL, updates, encodings"),
+    "gpu": ("gpu.benchmark", "weights on a GPU: copies, CUDA memory of processes, NCCL, updates; sampling, training"),
     "scale": (
         "overhead.controller_scale",
         "CPU time of the controller a sample, by samples in flight, workers and ranks",
@@ -25,25 +24,35 @@ BENCHMARKS = {
         "overlap.comparison",
         "of runs, or of an experiment in several modes: overlap, gains, the bottleneck",
     ),
-    "diff": ("overlap.run_diff", "of two finished runs: where their steps differ"),
-    "why": ("overlap.slowest_step", "of a finished run: what made its slowest step slow"),
+    "diff": ("overlap.finished_runs:diff", "of two finished runs: where their steps differ"),
+    "why": ("overlap.finished_runs:why", "of a finished run: what made its slowest step slow"),
     "map": (
-        "overlap.prediction.map_models",
+        "planning.planned_jobs:map_models",
         "of a job: which model runs on which GPUs, in which layout; writes [pools]",
     ),
     "whatif": (
-        "overlap.prediction.what_if",
+        "planning.planned_jobs:what_if",
         "of a job: predicted seconds of a step, by the real controller on virtual time",
     ),
-    "advise": ("overlap.prediction.advise", "of a job: whether to go asynchronous, and when not"),
+    "advise": ("planning.planned_jobs:advise", "of a job: whether to go asynchronous, and when not"),
     "validate": (
-        "overlap.prediction.validate",
+        "planning.validate",
         "of map and whatif: predictions beside published rows, and which of them miss",
     ),
 }
-"""Each command name with its module and its line of help."""
+"""Each command name with its module, its function there if that is not `main`, and its line of help."""
 FINISHED = (
-    *("accounting", "asynchrony", "checkpoints", "codecs", "loading-memory", "policies", "rank-memory", "regroup"),
+    *(
+        "accounting",
+        "asynchrony",
+        "checkpoints",
+        "codecs",
+        "loading-memory",
+        "policies",
+        "rank-memory",
+        "regroup",
+        "transfers",
+    ),
 )
 """Names of studies that have their answer."""
 
@@ -64,7 +73,8 @@ def main() -> None:
     from asyncrl.errors import ConfigError
 
     try:
-        import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main(sys.argv[2:])
+        module, _, function = BENCHMARKS[name][0].partition(":")
+        getattr(import_module(f"asyncrl.bench.{module}"), function or "main")(sys.argv[2:])
         sys.stdout.flush()
     except ConfigError as error:
         print(f"asyncrl-bench: {error}", file=sys.stderr)

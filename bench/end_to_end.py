@@ -208,11 +208,6 @@ def trl_result(lines: Sequence[dict[str, Any]], warm: int) -> SideResult:
     return SideResult(sum(line["tokens"] for line in counted) / seconds, seconds / len(counted), stages, rewards[-1])
 
 
-if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    sampler = ServiceSpec("generation", Generation, SAMPLER, options={"lengths": given["lengths"]})
-    train(given["values"], Path(given["run_dir"]), {"generation": sampler})
-
 LIMIT = 2
 WARM = 3
 TRL_WARM = 1
@@ -318,3 +313,9 @@ def explain(found: Mapping[str, Sequence[SideResult]], rates: Mapping[str, float
         engine, step = (_stage(found[TUNED], stage) / _stage(found[SYNC], stage) for stage in COMPUTING)
         overlap = rates[ASYNC] / rates[SYNC]
         print(f"  over TRL with its best settings: engine {engine:.2f}, step {step:.2f}, overlap {overlap:.2f}")
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    sampler = ServiceSpec("generation", Generation, SAMPLER, options={"lengths": given["lengths"]})
+    train(given["values"], Path(given["run_dir"]), {"generation": sampler})

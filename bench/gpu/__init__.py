@@ -1,14 +1,9 @@
-"""The measurements of weights, sampling and training on a GPU, behind `asyncrl-bench gpu`.
+"""Measures on a GPU what tests on CPUs cannot see: bandwidth, latency, and what the driver allows.
 
-benchmark.py       runs them, prints results and writes them with device and date
-bench_device.py    the device as measurements see it, which tests replace by the CPU
-device_copies.py   copies on the device, parts of tensors, transfers from host memory
-shared_memory.py   CUDA memory of another process
-nccl_ranks.py      two ranks of NCCL on one GPU, an abort, the event loop meanwhile
-engine_updates.py  copies beside computing, and what a change of weights costs an engine
-two_processes.py   decoding beside copies of another process
-mps.py             NVIDIA's service that lets processes run on a GPU at once
-vllm_updates.py    the pause of vLLM for a version, split by phase
-language_model.py  sampling and a step of the trainer
-encodings.py       differences and FP8
+benchmark.py           the command: what is measured, and how results are written
+bench_device.py        the device, its clock and its memory
+weights_on_device.py   copies on the device and from host memory, and what a change of weights costs an engine
+shared_memory.py       CUDA memory of another process, which is `python -m` this file
+nccl_ranks.py          two ranks of NCCL on one device, each `python -m` this file
+language_model.py      sampling, a step of the trainer, and the pause of vLLM for a version of the weights
 """

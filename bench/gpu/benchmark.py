@@ -1,5 +1,5 @@
-"""Measures what weights, sampling and training cost on a GPU. Fourteen results are printed and written with device and
-date.
+"""Measures what weights, sampling and training cost on a GPU. Results are printed, and written with device and date.
+The numbers of measurements that are finished stand in `bench/results`.
 
 Exit status 77 says that there is no CUDA device. A measurement that cannot run here says why; the others go on.
 """
@@ -15,18 +15,13 @@ import torch
 
 from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer, NotMeasured, Results
 from asyncrl.bench.gpu.language_model import sampling, training_step, vllm_pause
-from asyncrl.bench.gpu.nccl_ranks import loop_lag, nccl_on_one_device, nccl_under_mps
+from asyncrl.bench.gpu.nccl_ranks import loop_lag, nccl_on_one_device
 from asyncrl.bench.gpu.shared_memory import cuda_ipc
-from asyncrl.bench.gpu.two_processes import copies_of_another_process, copies_of_another_process_under_mps
 from asyncrl.bench.gpu.weights_on_device import (
     arena_transfers,
     copies_beside_decoding,
     copy_ceiling,
-    differences,
-    fp8_blocks,
     host_transfers,
-    published_rivals,
-    sharded_gather,
     strided_boxes,
     update_cost,
 )
@@ -42,19 +37,12 @@ MEASUREMENTS: Mapping[str, Callable[[BenchDevice], Results]] = {
     "2 CUDA memory of another process": cuda_ipc,
     "3 parts of tensors": strided_boxes,
     "4 copies beside decoding": copies_beside_decoding,
-    "4 copies of another process": copies_of_another_process,
-    "4 copies of another process under MPS": copies_of_another_process_under_mps,
     "5 cost of an update": update_cost,
     "5 pause of vLLM": vllm_pause,
     "6 host memory": host_transfers,
     "6 weights in shared memory": arena_transfers,
     "7 two ranks of NCCL on one device": nccl_on_one_device,
-    "7 two ranks of NCCL on one device under MPS": nccl_under_mps,
     "8 lateness of the event loop": loop_lag,
-    "9 differences": differences,
-    "10 FP8 blocks": fp8_blocks,
-    "11 gathering shards against planned sends": sharded_gather,
-    "12 published rivals": published_rivals,
     "13 sampling": sampling,
     "14 a step of the trainer": training_step,
 }

@@ -9,11 +9,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results, mps_daemon
+from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results
 from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.lanes.weights.transports.communicator import RECEIVER, TRAINER, Backend, OwnerThread
 from asyncrl.lanes.weights.transports.nccl import NcclBackend, nccl_library
@@ -28,20 +28,13 @@ HANG = 2.0
 ROUNDS = 5
 
 
-def nccl_on_one_device(bench: BenchDevice, variables: Mapping[str, str] | None = None) -> Results:
-    """Measures transfers between two ranks by the number of blocks of NCCL's kernels, and how long an abort takes.
-    variables: of the environment of both ranks."""
+def nccl_on_one_device(bench: BenchDevice) -> Results:
+    """Measures transfers between two ranks by the number of blocks of NCCL's kernels, and how long an abort takes."""
     found: Results = {}
     for ctas in CTAS:
-        values = _run_ranks(bench, {**SWITCH, **(variables or {}), "NCCL_MAX_CTAS": str(ctas)})
+        values = _run_ranks(bench, {**SWITCH, "NCCL_MAX_CTAS": str(ctas)})
         found |= {f"{name}_{ctas}_ctas": value for name, value in values.items()}
     return found
-
-
-def nccl_under_mps(bench: BenchDevice) -> Results:
-    """Measures the same while MPS lets the kernels of both ranks run at once."""
-    with mps_daemon() as variables:
-        return nccl_on_one_device(bench, variables)
 
 
 def loop_lag(bench: BenchDevice) -> Results:

@@ -1,14 +1,13 @@
-"""Copies on the device and from host memory: measurements 1, 3 and 6."""
+"""Copies on the device and from host memory, and what new weights cost an engine: measurements 1 and 3 to 6."""
 
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from uuid import uuid4
 
 import torch
 
-from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results
+from asyncrl.bench.gpu.bench_device import BenchDevice, Results
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.arena import open_reader, open_writer
 from asyncrl.lanes.weights.slot_memory import WeightsSpec, block_views
@@ -99,63 +98,11 @@ def arena_transfers(bench: BenchDevice) -> Results:
         writer.close()
 
 
-# Encodings of weights on the device: measurements 9 and 10.
-
-
-CHANGED = 0.01
-BLOCK = 128
-"""Weights that share one scale."""
-
-LINKS = (1, 10, 25, 100)
-"""Links in gigabits a second."""
-
-
-def differences(bench: BenchDevice) -> Results:
-    """Measures finding what differs in 1 % of the weights and putting it in place, and from which links on sending all
-    is faster. Rates are of all weights."""
-    count = bench.largest // 2
-    old = torch.zeros(count, dtype=torch.int16, device=bench.device)
-    new = old.clone()
-    new[:: int(1 / CHANGED)] = 1
-    where = torch.nonzero(new != old).flatten()
-    values = new[where]
-
-    def encode() -> tuple[torch.Tensor, torch.Tensor]:
-        places = torch.nonzero(new != old).flatten()
-        return places.int(), new[places]
-
-    encoding = bench.fastest(encode)
-    applying = bench.fastest(lambda: old.index_copy_(0, where, values))
-    found = {"encode_GB_s": 2 * count / 1e9 / encoding, "apply_GB_s": 2 * count / 1e9 / applying}
-    for gigabits in LINKS:
-        dense = 2 * count / (gigabits * 1e9 / 8)
-        sparse = 6 * len(where) / (gigabits * 1e9 / 8) + encoding + applying
-        found[f"dense_over_sparse_at_{gigabits}_Gbit"] = dense / sparse
-    return found
-
-
-def fp8_blocks(bench: BenchDevice) -> Results:
-    """Measures rounding of bfloat16 to FP8 with a scale for 128 weights, and its error."""
-    count = max(BLOCK, bench.largest // 2 // BLOCK * BLOCK)
-    weights = torch.randn(count, device=bench.device).mul_(0.02).to(torch.bfloat16)
-    most = float(torch.finfo(torch.float8_e4m3fn).max)
-
-    def encode() -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = weights.view(-1, BLOCK)
-        scale = blocks.abs().amax(1, keepdim=True).float().clamp_min(1e-12) / most
-        return (blocks / scale).to(torch.float8_e4m3fn), scale
-
-    coded, scale = encode()
-    error = (coded.float() * scale - weights.view(-1, BLOCK).float()).pow(2).mean().sqrt() / weights.float().std()
-    return {"encode_GB_s": bench.rate(2 * count, encode), "error_share": float(error)}
-
-
-# Copies beside computing, and what a change of weights costs an engine: measurements 4, 5, 11 and 12.
+# Copies beside computing, and what a change of weights costs an engine: measurements 4 and 5.
 
 
 TENSORS_OF_A_MODEL = 290
 STEPS = 20
-RIVALS = ("checkpoint_engine", "verl")
 
 
 def copies_beside_decoding(bench: BenchDevice) -> Results:
@@ -211,15 +158,3 @@ def update_cost(bench: BenchDevice) -> Results:
         "copy_of_each_tensor_ms": 1e3 * bench.fastest(lambda: copy_each(views)),
         "copy_of_each_from_host_ms": 1e3 * bench.fastest(lambda: copy_each(of_host)),
     }
-
-
-def sharded_gather(bench: BenchDevice) -> Results:
-    """Needs several GPUs, which this command does not use."""
-    raise NotMeasured("it needs several GPUs; `asyncrl-bench weights --plan fsdp8 tp2.dp4` prints what would be sent")
-
-
-def published_rivals(bench: BenchDevice) -> Results:
-    """Tells which rivals could be measured here."""
-    there = [name for name in RIVALS if find_spec(name) is not None]
-    found = f"{' and '.join(there)} installed" if there else f"neither {' nor '.join(RIVALS)} is installed"
-    raise NotMeasured(f"{found}; no harness of ours drives them on a device yet")

@@ -1,4 +1,4 @@
-"""Computes from what a run recorded the numbers of definitions.py.
+"""Defines every number that says how much stages overlap, and computes them from what a run recorded.
 
 busy_i is the share of the time in which workers of service i computed, weighted over steps by their length. The first
 tenth of the steps is left out as warm-up. Evaluation is no stage of a step, and is listed only.
@@ -16,7 +16,7 @@ from asyncrl.simulation.planning.gpus import known_gpus
 from asyncrl.telemetry.jsonl import Object
 from asyncrl.telemetry.run_directory import RunDirectory
 
-# Defines every number that says how much stages overlap; pure functions, and one place for each formula.
+# ---- the formulas, one place for each ----
 #
 # `T_wall` is the length of a window after the warm-up, `busy_i` the seconds of it in which stage i computed, `t_i`
 # its seconds of work a step, `C` the seconds from the admission of a sample until the weights that it trained are in

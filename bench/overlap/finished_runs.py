@@ -1,4 +1,5 @@
-"""Says how much the services of finished runs overlapped, and what held them up; compares each run with the first."""
+"""Says of finished runs how much their services overlapped and what held them up, where the steps of two differ, and
+what made the slowest step slow."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from asyncrl.deploy.report.run_record import ACCOUNTED, RunRecord, lengths_of, r
 from asyncrl.deploy.report.worker_trace import read_trace
 from asyncrl.errors import ConfigError
 
-# Names in one sentence what holds a run up, and the key to change.
+# ---- what holds a run up, in one sentence, and the key to change ----
 
 
 NEARLY_ALWAYS = 0.9
@@ -124,9 +125,7 @@ def compared(found: Sequence[Overlap]) -> str:
     return f"speed-up and ratio over {first.name}, on whatever ran beside them:\n{table(head, rows)}"
 
 
-# `asyncrl-bench diff RUN_A RUN_B` says where the steps of B differ from those of A: in seconds of each state of each
-# service, in what follows from them, and in the keys of the config.
-
+# ---- `asyncrl-bench diff RUN_A RUN_B` ----
 
 STATES_SHOWN = 8
 """States with the largest differences that are shown."""
@@ -135,7 +134,9 @@ DIFFERENT = 0.01
 
 
 def diff(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("asyncrl-bench diff", description=__doc__)
+    """Says where the steps of run B differ from those of A: in seconds of each state of each service, in what follows
+    from them, and in the keys of the config."""
+    parser = argparse.ArgumentParser("asyncrl-bench diff", description=diff.__doc__)
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN_DIR", help="Name two run directories.")
     asked = parser.parse_args(arguments)
     runs = [read_run(path) for path in asked.runs]
@@ -196,8 +197,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-# `asyncrl-bench why RUN_DIR` explains the slowest step of a run: what workers did longer than in the median step.
-
+# ---- `asyncrl-bench why RUN_DIR` ----
 
 EXCESSES_SHOWN = 5
 
@@ -217,7 +217,8 @@ class Excess:
 
 
 def why(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("asyncrl-bench why", description=__doc__)
+    """Explains the slowest step of a run: what workers did longer than in the median step."""
+    parser = argparse.ArgumentParser("asyncrl-bench why", description=why.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="Name the run directory.")
     parser.add_argument("--step", type=int, help="Explain this step instead of the slowest one.")
     asked = parser.parse_args(arguments)

@@ -1,5 +1,5 @@
-"""`asyncrl-bench whatif JOB.toml` predicts the step of a job: the real controller runs on virtual time, on stages with
-modelled seconds; a run directory calibrates them."""
+"""Says of a job on GPUs that one may not have which model runs where, how long a step takes, and whether asynchrony
+pays."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,13 @@ WORTH = 1.1
 """
 
 
-def main(arguments: Sequence[str]) -> None:
-    job = parsed("asyncrl-bench whatif", __doc__ or "", arguments)
+# ---- `asyncrl-bench whatif JOB.toml` ----
+
+
+def what_if(arguments: Sequence[str]) -> None:
+    """Predicts the step of a job: the real controller runs on virtual time, on stages with predicted seconds; a run
+    directory calibrates them."""
+    job = parsed("asyncrl-bench whatif", what_if.__doc__ or "", arguments)
     print("\n".join(described(*predict(job))))
 
 
@@ -96,16 +101,16 @@ def advice(gain: float) -> str:
     return f"go asynchronous: {gain:.2f} times as fast is predicted"
 
 
-# `asyncrl-bench map JOB.toml` finds on which GPUs each model of a job runs, in which of the layouts that asyncrl has,
-# and why; it writes the pools of an experiment file.
-
+# ---- `asyncrl-bench map JOB.toml` ----
 
 PLACEMENTS_SHOWN = 6
 """Placements that are listed: the best ones."""
 
 
 def map_models(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("asyncrl-bench map", description=__doc__)
+    """Finds on which GPUs each model of a job runs, in which of the layouts that asyncrl has, and why; writes the pools
+    of an experiment file."""
+    parser = argparse.ArgumentParser("asyncrl-bench map", description=map_models.__doc__)
     parser.add_argument("job", type=Path, metavar="JOB.toml", help="Describe models, work of a step and devices.")
     parser.add_argument("--gpus", type=Path, help="Add a TOML or JSON table of GPUs.")
     parser.add_argument("--write", type=Path, metavar="FILE", help="Write [pools] there instead of printing them.")
@@ -166,15 +171,15 @@ def reason(best: FoundMapping) -> str:
     return f"services overlap, and sets are busy for {busy} of a step"
 
 
-# `asyncrl-bench advise JOB.toml` says whether a job gains by going asynchronous, and when it does not.
-
+# ---- `asyncrl-bench advise JOB.toml` ----
 
 LIMITS = (1, 2, 4)
 """Staleness limits that are compared."""
 
 
 def advise(arguments: Sequence[str]) -> None:
-    job = parsed("asyncrl-bench advise", __doc__ or "", arguments)
+    """Says whether a job gains by going asynchronous, and when it does not."""
+    job = parsed("asyncrl-bench advise", advise.__doc__ or "", arguments)
     predictor = StepPredictor(job, runs(job))
     synchronous = predictor.predict(None, 0)
     limits = (job.work.limit,) if job.tables.split else LIMITS

@@ -22,8 +22,8 @@ from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 from tests.unit.lanes.weights.transports.faults import TwinNccl
 
 SMALL = 1 << 20
-OF_OTHER_PROCESSES = ("2 ", "7 ", "4 copies of another process")
-LEFT_OUT = ("11 ", "12 ", "5 pause of vLLM")
+OF_OTHER_PROCESSES = ("2 ", "7 ")
+LEFT_OUT = "5 pause of vLLM"
 
 
 @pytest.fixture
@@ -45,11 +45,6 @@ def test_each_measurement_gives_values_or_says_why_not(
     assert isinstance(values, dict), values
     assert values
     assert all(value >= 0 for value in values.values())
-
-
-def test_there_are_fourteen() -> None:
-    numbers = list(dict.fromkeys(name.split()[0] for name in MEASUREMENTS))
-    assert numbers == [str(number) for number in range(1, 15)]
 
 
 def test_memory_of_another_process_is_opened_and_copied(bench: BenchDevice) -> None:

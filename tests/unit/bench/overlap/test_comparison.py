@@ -131,7 +131,7 @@ def test_keys_of_the_config_are_for_experiments(tmp_path: Path) -> None:
 def test_a_difference_of_two_runs_names_state_and_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, limit in (("before", 0), ("after", 1)):
         virtual_overlap(tmp_path / name, limit, generation=2.0, step=3.0)
-    finished_runs.main([str(tmp_path / "before"), str(tmp_path / "after")])
+    finished_runs.diff([str(tmp_path / "before"), str(tmp_path / "after")])
     said = capsys.readouterr().out
     assert "a step of after takes 2.000 s less" in said
     assert re.search(r"generation +blocked +3\.000 +1\.000 +-2\.000", said)

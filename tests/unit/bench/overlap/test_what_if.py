@@ -29,7 +29,7 @@ def job(folder: Path, spread: float, more: str = "") -> str:
 
 
 def test_the_step_is_predicted_with_its_bottleneck(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planned_jobs.main([job(tmp_path, 0.8, "[split]\ngeneration = 8\ntraining = 8\n")])
+    planned_jobs.what_if([job(tmp_path, 0.8, "[split]\ngeneration = 8\ntraining = 8\n")])
     printed = capsys.readouterr().out
     assert "at limit 1, 8 GPUs generate and 8 train" in printed
     assert "predicted: a synchronous step of " in printed
@@ -37,19 +37,19 @@ def test_the_step_is_predicted_with_its_bottleneck(tmp_path: Path, capsys: pytes
 
 
 def test_advice_is_to_overlap_with_a_long_tail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planned_jobs.main([job(tmp_path, 1.0)])
+    planned_jobs.advise([job(tmp_path, 1.0)])
     assert "go asynchronous: " in capsys.readouterr().out
 
 
 def test_advice_is_to_stay_synchronous_without_a_tail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal lengths and halves: neither side has a bubble to fill, so that a split can only lose."""
-    planned_jobs.main([job(tmp_path, 0.0, "[split]\ngeneration = 4\ntraining = 12\n")])
+    planned_jobs.advise([job(tmp_path, 0.0, "[split]\ngeneration = 4\ntraining = 12\n")])
     assert "stay synchronous: " in capsys.readouterr().out
 
 
 def test_a_run_calibrates_only_with_its_split(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the job file has no \[split\]"):
-        planned_jobs.main([job(tmp_path, 0.0), "--run", str(tmp_path)])
+        planned_jobs.what_if([job(tmp_path, 0.0), "--run", str(tmp_path)])
 
 
 # Predictions beside published rows: those that come out, and those that are listed as missing.
@@ -98,7 +98,7 @@ def test_advice_on_the_published_losing_case_is_to_stay_synchronous(
     lines += ["[work]", *(f"{key} = {json.dumps(value)}" for key, value in tables["work"].items())]
     lines += ["[split]", "generation = 8", "training = 8", "[[devices]]", 'gpu = "GB200"', "hosts = 4"]
     (tmp_path / "job.toml").write_text("\n".join(lines))
-    planned_jobs.main([str(tmp_path / "job.toml")])
+    planned_jobs.advise([str(tmp_path / "job.toml")])
     assert "stay synchronous: " in capsys.readouterr().out
 
 
