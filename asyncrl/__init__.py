@@ -10,21 +10,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from asyncrl.api import RLTrainer, Run, train, train_async
     from asyncrl.config.schema import Config
-    from asyncrl.controller.algorithm_interface import Algorithm
+    from asyncrl.controller.controller import Algorithm
     from asyncrl.environments import Observation
     from asyncrl.errors import AsyncrlError
     from asyncrl.rewards import Sample
 
-__version__ = "0.1.0"
 __all__ = ["Algorithm", "AsyncrlError", "Config", "Observation", "RLTrainer", "Run", "Sample", "train", "train_async"]
 
 _HOMES = {
     "AsyncrlError": "asyncrl.errors",
     "Config": "asyncrl.config.schema",
-    "Algorithm": "asyncrl.controller.algorithm_interface",
+    "Algorithm": "asyncrl.controller.controller",
     "Observation": "asyncrl.environments",
     "RLTrainer": "asyncrl.api",
     "Run": "asyncrl.api",

@@ -18,7 +18,7 @@ from asyncrl.telemetry.run_directory import RunDirectory, new_run_directory
 from asyncrl.telemetry.samples_file import read_samples
 
 if TYPE_CHECKING:
-    from asyncrl.controller.algorithm_interface import Algorithm
+    from asyncrl.controller.controller import Algorithm
     from asyncrl.controller.observers.evaluation import Evaluation
     from asyncrl.controller.training_run import OnStep
     from asyncrl.fleet.fleet import ServiceSpec
@@ -141,7 +141,8 @@ async def train_async(
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
     from asyncrl.deploy.process.interrupts import in_python
-    from asyncrl.deploy.run_setup import RunRequest, run
+    from asyncrl.deploy.run_request import RunRequest
+    from asyncrl.deploy.run_setup import run
     from asyncrl.telemetry.display import open_cell_or_terminal
 
     scored, here = ({}, []) if reward is None else _reward(reward)
@@ -206,7 +207,8 @@ class RLTrainer:
     async def train_async(self, steps: int, run_dir: str | Path | None = None) -> Run:
         """Trains as `train` does, on the caller's event loop."""
         from asyncrl.deploy.process.interrupts import in_python
-        from asyncrl.deploy.run_setup import RunRequest, run
+        from asyncrl.deploy.run_request import RunRequest
+        from asyncrl.deploy.run_setup import run
         from asyncrl.telemetry.display import open_cell_or_terminal
 
         config = load(None, (), values={**self._values, "steps": steps}).config
@@ -280,8 +282,7 @@ def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:
 
 def _algorithm(given: Any) -> tuple[Mapping[str, Any], "Algorithm | None"]:
     """Returns keys of the section, with `custom` as a name, and the algorithm if it was given as an object."""
-    from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON, importable_algorithm
-    from asyncrl.controller.algorithm_interface import algorithm_from
+    from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON, algorithm_from, importable_algorithm
 
     keys = _section("algorithm", "preset", given if isinstance(given, str | Mapping) else {"custom": given})
     if isinstance(own := keys.get("custom", ""), str):

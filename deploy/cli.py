@@ -8,10 +8,10 @@ from importlib import import_module
 from pathlib import Path
 
 import asyncrl
-from asyncrl import __version__
 from asyncrl.config.install_hints import program
 from asyncrl.errors import AsyncrlError
 from asyncrl.telemetry.clean_text import clean_streams
+from asyncrl.version import __version__
 
 COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",

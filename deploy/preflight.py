@@ -17,7 +17,7 @@ from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.runtime_config import FeedbackConfig
 from asyncrl.config.user_code import resolve, source_problem
-from asyncrl.controller.algorithm_interface import Algorithm
+from asyncrl.controller.controller import Algorithm
 from asyncrl.controller.training_run import OnStep
 from asyncrl.deploy.checks.machine import (
     available_memory,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.concurrency import running_beside
 from asyncrl.config.install_hints import program
@@ -28,6 +28,7 @@ from asyncrl.deploy.preflight import rows_fit
 from asyncrl.deploy.process.interrupts import StopSignals
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
 from asyncrl.deploy.process.run_commands import RunCommands, scaled_specs
+from asyncrl.deploy.run_request import RunRequest
 from asyncrl.deploy.service_specs import device_of, service_specs
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
@@ -47,9 +48,6 @@ from asyncrl.lanes.shared_memory import unlink_abandoned
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from asyncrl.deploy.run_setup import RunRequest
 
 # Chooses host, port and key of the page of live feedback, once for a run: its address survives restarts.
 
@@ -141,7 +139,7 @@ def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunSta
 
 @asynccontextmanager
 async def run_fleet(
-    request: "RunRequest", facts: RunFacts, signals: StopSignals, scorers: Mapping[str, Path], pauses: PauseSwitch
+    request: RunRequest, facts: RunFacts, signals: StopSignals, scorers: Mapping[str, Path], pauses: PauseSwitch
 ) -> AsyncIterator[RunningFleet]:
     """Starts the services of the run. scorers: folders of scoring models by service. pauses: turned by commands."""
     if freed := unlink_abandoned():
@@ -206,7 +204,7 @@ def _commands(
     return open_commands(directory.commands, address, commands.run)
 
 
-def _specs(request: "RunRequest", options: Mapping[str, Mapping[str, Any]]) -> Iterator[ServiceSpec]:
+def _specs(request: RunRequest, options: Mapping[str, Mapping[str, Any]]) -> Iterator[ServiceSpec]:
     joined = request.config.fleet.joined
     for wanted in service_specs(request.config):
         spec = request.services.get(wanted.name, wanted)

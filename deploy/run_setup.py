@@ -8,9 +8,9 @@ import errno
 import shlex
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from asyncrl.config.sections.secret import keep_secrets, secret_paths
 from asyncrl.config.sources import read
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
-from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import (
     NOTHING_SAVED,
@@ -41,15 +40,16 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.recovery import train_with_returns
-from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
+from asyncrl.controller.training_run import Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.model_checks import here
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
 from asyncrl.deploy.preflight import model_problems, preflight, scoring_folders, step_callback
-from asyncrl.deploy.process.fork_client import Forks, forks_of
+from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.interrupts import StopSignals
 from asyncrl.deploy.process.local_launcher import allow_descriptors
 from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, facts_of, run_fleet
+from asyncrl.deploy.run_request import RunRequest
 from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare, remove_model
@@ -70,11 +70,10 @@ from asyncrl.errors import (
     errno_in,
 )
 from asyncrl.fleet.failure_table import MISTAKES
-from asyncrl.fleet.fleet import MOST_WORKERS, ServiceSpec
+from asyncrl.fleet.fleet import MOST_WORKERS
 from asyncrl.fleet.worker.process_memory import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.tasks.prompt_sources import write_texts
 from asyncrl.tasks.reward_trial import try_rewards
-from asyncrl.tasks.row_files import Rows
 from asyncrl.telemetry.display import Display, LoggedDisplay
 from asyncrl.telemetry.jsonl import read_lines, read_metrics
 from asyncrl.telemetry.logs import open_log, repeated
@@ -104,32 +103,6 @@ WRITE = ("-m", "asyncrl.deploy.cli", "report")
 
 TO_CORRECT = (*MISTAKES, ConfigError, PolicyMismatch, TrainingStopped, NonFiniteLoss, OnlyTruncated, JournalError)
 """Errors after which the same command goes on, once a person has corrected what they name."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunRequest:
-    """A run that the user requests.
-
-    command: resumes the run. places: where the values of keys come from. prompts, algorithm, services: Python objects
-    that replace those of the config, such as rewards in this process. on_step: takes the metrics of each step, and
-    returns whether the run shall end. forks: what workers are forked from, if it was started already. store: address
-    that gets a copy of the run after each checkpoint, "" for none. is_call: a program calls, which gets an error of its
-    own code as it is; else it is an end of the run like any other.
-    """
-
-    config: Config
-    run_dir: Path
-    display: Display
-    command: str
-    accept_changes: bool = False
-    places: Mapping[str, str] = field(default_factory=dict)
-    prompts: Rows | None = None
-    algorithm: Algorithm | None = None
-    services: Mapping[str, ServiceSpec] = field(default_factory=dict)
-    forks: Forks | None = None
-    store: str = ""
-    on_step: OnStep | None = None
-    is_call: bool = False
 
 
 async def run(request: RunRequest) -> RunDirectory:

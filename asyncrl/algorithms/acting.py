@@ -4,8 +4,7 @@ The trainer knows the rest: PPO compares the rewards with its values (engines/ac
 transitions to its replay (engines/acting/sac_learner.py).
 """
 
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Score

@@ -1,5 +1,6 @@
 """Selects the algorithm and the estimator of advantages that a config asks for: one of asyncrl or the user's own."""
 
+import inspect
 import os
 import sys
 from dataclasses import replace
@@ -7,13 +8,14 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from asyncrl.algorithms import acting, grpo, ppo, remax, safe_rlhf
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.config.sections.algorithm_config import PRESETS
 from asyncrl.config.user_code import module_named, resolve
-from asyncrl.controller.algorithm_interface import Algorithm, algorithm_from
+from asyncrl.controller.controller import Algorithm
 from asyncrl.errors import ConfigError
 from asyncrl.objectives import advantages
 from asyncrl.objectives.advantages import Advantages
@@ -30,6 +32,9 @@ MODELS = {"grpo": 1, "remax": 1, "ppo": 2, "safe_rlhf": 3}
 KEY = "algorithm.custom"
 FROM_PYTHON = "python:algorithm"
 """Value of `algorithm.custom` in the config of a run whose algorithm cannot be imported by a name."""
+
+ARGUMENTS = {"roll_out": ("fleet", "control", "group"), "train": ("fleet", "control")}
+"""Arguments that each function of an algorithm is called with."""
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -114,6 +119,44 @@ def algorithm_named(name: str) -> Algorithm:
         raise ConfigError(f'{KEY}: {name} is a preset: write algorithm.preset = "{name}"')
     found = resolve(name, KEY) if ":" in name else module_named(name, KEY)
     return algorithm_from(found, f"{KEY} = {name}")
+
+
+def algorithm_from(given: Any, where: str) -> Algorithm:
+    """Returns an `Algorithm` as it is, or makes one of a module or object with the two functions.
+
+    Raises ConfigError, whose text begins with `where`, when a function is missing, not async or takes other arguments.
+    """
+    if mistakes := [mistake for name in ARGUMENTS if (mistake := _mistake(given, name))]:
+        raise ConfigError(f"{where} is no algorithm: {_instead(given) or '; '.join(mistakes)}")
+    return given if isinstance(given, Algorithm) else Algorithm(given.roll_out, given.train)
+
+
+def _instead(given: object) -> str:
+    """Says what to write for an object of the wrong kind; empty: its kind is right."""
+    if inspect.isroutine(given):
+        return "it is one function, and an algorithm has two, write `asyncrl.Algorithm(roll_out, train)`"
+    if inspect.isclass(given) and all(callable(getattr(given, name, None)) for name in ARGUMENTS):
+        return f"it is a class, give an instance, write `{given.__name__}(...)`"
+    return ""
+
+
+def _mistake(given: object, name: str) -> str:
+    """Says what is wrong with one function of an algorithm; empty: nothing."""
+    function = getattr(given, name, None)
+    arguments = ", ".join(ARGUMENTS[name])
+    write = f"write `async def {name}({arguments})`"
+    if not callable(function):
+        return f"it has no function {name}, {write}"
+    calls = (function, getattr(function, "__call__", None))  # noqa: B004
+    if not any(inspect.iscoroutinefunction(each) for each in calls):
+        kind = "yields" if inspect.isasyncgenfunction(function) else "is not async"
+        return f"its {name} {kind}, {write}"
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*ARGUMENTS[name])
+    except TypeError:
+        return f"its {name} takes ({', '.join(signature.parameters)}) and is called with ({arguments}), {write}"
+    return ""
 
 
 def importable_algorithm(given: object) -> str | None:

@@ -7,8 +7,7 @@ worker died. Both functions pass references only; rows go straight from the work
 from asyncio import TaskGroup
 
 from asyncrl.algorithms.play_episode import play
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef

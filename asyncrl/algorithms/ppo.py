@@ -8,8 +8,7 @@ from asyncio import TaskGroup
 
 from asyncrl.algorithms.play_episode import play
 from asyncrl.concurrency import gather
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef

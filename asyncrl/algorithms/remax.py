@@ -7,8 +7,7 @@ reward and train once it is known. The answer itself is never trained.
 from asyncio import TaskGroup
 
 from asyncrl.algorithms.play_episode import play, play_greedily
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef

@@ -21,15 +21,19 @@ fleet reports when nothing moves. The controller is the only writer of gate and 
 """
 
 import asyncio
+import inspect
 import itertools
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Literal, cast
 
 from asyncrl.concurrency import one_error, root_cause
 from asyncrl.config.schema import Config
-from asyncrl.controller.algorithm_interface import Algorithm, AlgorithmChecks, AttributedTo
+from asyncrl.config.user_code import name_of
+from asyncrl.controller.algorithm_checks import AlgorithmChecks
 from asyncrl.controller.checkpointing import restore_rows
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
@@ -42,7 +46,7 @@ from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, wait_of
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.weight_publisher import WeightPublisher
-from asyncrl.errors import AlgorithmError, LostRows, TaskError
+from asyncrl.errors import AlgorithmError, AsyncrlError, LostRows, TaskError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.lanes.host_id import UNKNOWN_DOMAIN, FaultDomain
 from asyncrl.objectives.advantages import Advantages
@@ -51,14 +55,69 @@ from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
 from asyncrl.protocols.service_contracts import RUNNING, UNDONE, Training
 from asyncrl.rewards.execution.scoring import stores_token_rewards
 
-# Holds a run back by command: while the switch is on, no group is drawn and no step begins.
-#
-# What runs already goes on: samples in flight are generated and scored, and wait; a running step ends. No version is
-# published meanwhile, so nothing that waits gets older, and every bound holds as before.
+DRAWN_AT_ONCE = 256
+"""Groups drawn before other tasks run: drawing 100,000 groups takes a minute, in which the recorder and health wait."""
+STEP_LOOK = 0.5
+"""Seconds between two looks whether a step that changes the weights has ended."""
+LAST_RELEASES = 1.0
+"""Seconds for the last releases at the end of a run: the workers end too, so no answer is necessary."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Algorithm:
+    """An algorithm: two plain async functions.
+
+    roll_out(fleet, control, group) returns when every sample of the group was handed to `control.ready`; it may be
+    cancelled and called again. train(fleet, control) returns when `control.iterations()` ends. name: of a user's
+    algorithm; empty for the algorithms of asyncrl.
+    """
+
+    roll_out: Callable[[Fleet, "Controller", Attempt], Awaitable[None]]
+    train: Callable[[Fleet, "Controller"], Awaitable[None]]
+    name: str = ""
+
+    def __repr__(self) -> str:
+        """Returns the names of its functions, for errors."""
+        return f"Algorithm({name_of(self.roll_out)}, {name_of(self.train)})"
+
+
+@dataclass(frozen=True, slots=True)
+class AttributedTo:
+    """Turns an error raised inside the scope into an AlgorithmError that names the user's function and the line.
+
+    Errors of asyncrl itself and timeouts pass unchanged: a lost worker is no fault of the algorithm.
+    """
+
+    algorithm: Algorithm
+    function: Literal["roll_out", "train"]
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or not self.algorithm.name:
+            return
+        cause = root_cause(error)
+        what = f"{self.function} of {self.algorithm.name}"
+        if isinstance(cause, AlgorithmError):
+            raise AlgorithmError(f"{what}: {cause}{self._line(cause)}") from cause
+        if isinstance(cause, Exception) and not isinstance(cause, AsyncrlError | TimeoutError):
+            raise AlgorithmError(f"{what} raised {type(cause).__name__}: {cause}{self._line(cause)}") from cause
+
+    def _line(self, cause: Exception) -> str:
+        code = getattr(inspect.unwrap(getattr(self.algorithm, self.function)), "__code__", None)
+        frames = traceback.extract_tb(cause.__traceback__)
+        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames[-1:]
+        return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 class PauseSwitch:
-    """Is off at first. subscribers: called after each change; they must not block."""
+    """Holds a run back by command: while it is on, no group is drawn and no step begins. Off at first.
+
+    What runs already goes on: samples in flight are generated and scored, and wait; a running step ends. No version is
+    published meanwhile, so nothing that waits gets older, and every bound holds as before. subscribers: called after
+    each change; they must not block.
+    """
 
     def __init__(self) -> None:
         self.on = False
@@ -85,14 +144,6 @@ class PauseSwitch:
         self._seconds = 0.0
         self._since = now
         return taken
-
-
-DRAWN_AT_ONCE = 256
-"""Groups drawn before other tasks run: drawing 100,000 groups takes a minute, in which the recorder and health wait."""
-STEP_LOOK = 0.5
-"""Seconds between two looks whether a step that changes the weights has ended."""
-LAST_RELEASES = 1.0
-"""Seconds for the last releases at the end of a run: the workers end too, so no answer is necessary."""
 
 
 class Controller:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.concurrency import running_beside
-from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.checkpointing import BackgroundCommits, read_terms, save_rows_and_terms
-from asyncrl.controller.controller import Controller, PauseSwitch
+from asyncrl.controller.controller import Algorithm, Controller, PauseSwitch
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, BestCheckpoint, ResumePlan, SavedSamples, versions

@@ -17,9 +17,8 @@ from asyncrl.config.schema import (
     TaskConfig,
     TrainingConfig,
 )
-from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.checkpointing import BackgroundCommits, save_rows
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, Stage
 from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, plan_resume, resume

@@ -23,8 +23,8 @@ from asyncrl.config.install_hints import program
 from asyncrl.engines.training.train_rows import TrainRow, columns_of, train_rows
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec, load_implementation
+from asyncrl.fleet.worker.service import Service, WorkerContext, load_implementation
+from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.wire import InprocWire, Wakeup
 from asyncrl.lanes.data.recorder import LEARNING, REPLAYED, is_whole, read_records, recorded_instances
 from asyncrl.lanes.data.row_reader import Cells, RowReader

@@ -19,8 +19,9 @@ from asyncrl.concurrency import gather, unwrap
 from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.fleet.worker.lane_access import admit_on, worker_keys
 from asyncrl.fleet.worker.process_memory import gc_frozen
+from asyncrl.fleet.worker.service import load_implementation
 from asyncrl.fleet.worker.worker_runtime import run_worker
-from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.wire import InprocWire, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.handover import WeightHandover

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "asyncrl"
 LINKS = ("services", "protocols", "deploy", "bench")
 
 FLOORS = (
-    ("errors", "protocols", "objectives"),
+    ("errors", "version", "protocols", "objectives"),
     ("concurrency", "experiments"),
     ("config", "lanes"),
     ("telemetry", "children"),
@@ -27,7 +27,7 @@ FLOORS = (
 """The rooms from the ground up; a room imports from the floors below its own, never from its own floor or above."""
 
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-TOP_FILES = {"__init__.py", "api.py", "errors.py", "concurrency.py"}
+TOP_FILES = {"__init__.py", "api.py", "errors.py", "concurrency.py", "version.py"}
 
 
 def source_files() -> list[Path]:

@@ -11,8 +11,7 @@ import asyncrl.controller.journal.journal
 import asyncrl.fleet.supervisor
 import asyncrl.simulation.fakes.training
 from asyncrl.algorithms import grpo
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import SampleState, Stage
 from asyncrl.controller.journal import ledger

@@ -7,8 +7,7 @@ import pytest
 
 import asyncrl.controller.gate.gate
 from asyncrl.algorithms import grpo
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.gate.admission import Admission
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import SampleState, Stage

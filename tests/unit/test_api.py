@@ -19,8 +19,7 @@ from asyncrl.algorithms import grpo
 from asyncrl.api import _algorithm, _algorithm_here, _by_name, _environment, _reward, _reward_here, _section
 from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.user_code import one_argument_mistake, source_problem
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.deploy.process import interrupts
 from asyncrl.deploy.process.interrupts import run_here_or_beside
 from asyncrl.errors import ConfigError

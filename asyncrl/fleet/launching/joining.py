@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 
-from asyncrl import __version__
 from asyncrl.protocols.messages import PROTOCOL, Hello
+from asyncrl.version import __version__
 
 JOINING = "joining"
 """Takes the place of the run in the hello of a host, which does not know the run yet."""

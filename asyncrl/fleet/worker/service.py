@@ -1,6 +1,7 @@
 """The base class of all services, and the context that a worker gives its service."""
 
 import asyncio
+import importlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import Refused
+from asyncrl.errors import ConfigError, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute, record_profile
 from asyncrl.fleet.worker.process_memory import gpu_use, resident_bytes
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
-from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
+from asyncrl.fleet.worker.worker_spec import Implementation, RunFacts, WorkerSpec
 from asyncrl.lanes.data.recorder import LaneRecorder
 from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.data.row_store import RowRetention, RowStore
@@ -234,3 +235,16 @@ class Service:
         if state not in STATES:
             raise ValueError(f"{state!r} is no state of a worker's time; the states are {', '.join(STATES)}")
         self.context.clock.idle_because(state)
+
+
+def load_implementation(implementation: Implementation) -> Callable[[WorkerContext], Service]:
+    """Returns the factory of a service: imports "module:Class", returns a callable as it is. Raises ConfigError when
+    there is no such module or class."""
+    if not isinstance(implementation, str):
+        return implementation
+    module, _, name = implementation.partition(":")
+    try:
+        made: Callable[[WorkerContext], Service] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"no service {implementation!r}: {error}") from error
+    return made

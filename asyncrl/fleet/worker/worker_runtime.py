@@ -1,4 +1,11 @@
-"""Runs one worker on the current event loop, from its specification to its end."""
+"""Runs one worker on the current event loop, from its specification to its end.
+
+    control socket ── Server ──┐
+                               ├── Dispatcher ── one task per call ── Service method ── compute thread
+    work socket    ── Server ──┘   (span, log ids, time booking)
+
+Each lane has a socket and a receiving task of its own, so health and pause are answered while work is busy.
+"""
 
 import asyncio
 import time
@@ -16,8 +23,8 @@ from asyncrl.errors import Refused, UnknownEndpoint
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.lane_access import ADMIT, Admit
 from asyncrl.fleet.worker.rank_meeting import MEET, RankMeeting
-from asyncrl.fleet.worker.service import RENEW, Service, WorkerContext
-from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
+from asyncrl.fleet.worker.service import RENEW, Service, WorkerContext, load_implementation
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.server import Dispatch, Server
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.data.recorder import REPLAYED, LaneRecorder, RecordFiles, RecordingReader
@@ -33,13 +40,7 @@ from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.state_clock import Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
 
-# Turns the calls that reach a worker into method calls of its service.
-#
-#     control socket ── Server ──┐
-#                                ├── Dispatcher ── one task per call ── Service method ── compute thread
-#     work socket    ── Server ──┘   (span, log ids, time booking)
-#
-# Each lane has a socket and a receiving task of its own, so health and pause are answered while work is busy.
+# ---- calls, turned into method calls of the service ----------------------------------------------------------------
 
 
 class Dispatcher:

@@ -1,29 +1,23 @@
 """The specification that starts a worker, and its one line of JSON on the way to the worker's process."""
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import TypeAdapter
 
-from asyncrl import __version__
 from asyncrl.config.placement import COMPUTING
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.secret import REVEALING, veiled
-from asyncrl.errors import ConfigError
 from asyncrl.lanes.control.auth import with_key
 from asyncrl.protocols.messages import PROTOCOL, Hello
 from asyncrl.protocols.rank_layout import Layout
+from asyncrl.version import __version__
 
-if TYPE_CHECKING:
-    from asyncrl.fleet.worker.service import Service, WorkerContext
-
-    Implementation = str | Callable[[WorkerContext], Service]
-else:
-    Implementation = Any
+Implementation: TypeAlias = str | Callable[..., Any]
+"""What makes the service of a worker: "module:Class", or inside this process a callable of its WorkerContext."""
 
 Origin = Literal["plain", "torch", "spawn"]
 """The process that a worker is forked from, where `fleet.start` allows a fork: a copy of one that has imported what
@@ -161,17 +155,3 @@ class WorkerSpec:
 @cache
 def _json_adapter() -> TypeAdapter[WorkerSpec]:
     return TypeAdapter(WorkerSpec)
-
-
-def load_implementation(implementation: object) -> "Callable[[WorkerContext], Service]":
-    """Returns the factory of a service: imports "module:Class", returns a callable as it is. Raises ConfigError when
-    there is no such module or class."""
-    if not isinstance(implementation, str):
-        assert callable(implementation), implementation
-        return implementation
-    module, _, name = implementation.partition(":")
-    try:
-        made: Callable[[WorkerContext], Service] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"no service {implementation!r}: {error}") from error
-    return made

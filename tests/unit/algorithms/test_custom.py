@@ -14,12 +14,17 @@ import pytest
 
 from asyncrl import algorithms
 from asyncrl.algorithms import grpo, remax
-from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON, algorithm_named, algorithm_of, importable_algorithm
+from asyncrl.algorithms.algorithm_by_name import (
+    FROM_PYTHON,
+    algorithm_from,
+    algorithm_named,
+    algorithm_of,
+    importable_algorithm,
+)
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm_config import AlgorithmConfig
 from asyncrl.config.sections.task_config import ActingConfig
-from asyncrl.controller.algorithm_interface import Algorithm, algorithm_from
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.journal.ledger import AttemptStarted, Dropped
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import AlgorithmError, ConfigError, PeerLost

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, ppo
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import AlgorithmError

@@ -7,8 +7,7 @@ import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.observers.events import SampleScored
 from asyncrl.controller.rollouts import Attempt

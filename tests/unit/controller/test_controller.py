@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.algorithms import grpo
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import DRAWN_AT_ONCE, Controller
+from asyncrl.controller.controller import DRAWN_AT_ONCE, Algorithm, Controller
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped, InFlight, Trained

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, ppo
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.observers.events import StepLost

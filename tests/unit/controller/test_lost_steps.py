@@ -3,8 +3,7 @@
 import pytest
 
 from asyncrl.algorithms import grpo
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.iterations import MOST_LOST_STEPS
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.weight_publisher import WeightPublisher

@@ -3,8 +3,7 @@
 import pytest
 
 from asyncrl.algorithms import grpo
-from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.journal.ledger import AttemptStarted
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import ALL_SLOTS, LostRows, PeerLost, RewardError, TaskError

@@ -17,7 +17,8 @@ from asyncrl.deploy import preflight as preflight_module
 from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands import doctor
 from asyncrl.deploy.preflight import devices, model_problems, preflight, scoring_folders
-from asyncrl.deploy.run_setup import RunRequest, run
+from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_setup import run
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.tasks import source_problems

@@ -26,8 +26,8 @@ from asyncrl.deploy import run_setup
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts
 from asyncrl.deploy.process.interrupts import StopSignals
 from asyncrl.deploy.run_fleet import LONGEST, facts_of
+from asyncrl.deploy.run_request import RunRequest
 from asyncrl.deploy.run_setup import (
-    RunRequest,
     exhausted,
     nothing_left,
     restore_run,

@@ -12,7 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.controller.training_run import Questions
 from asyncrl.deploy import run_setup
 from asyncrl.deploy.checks.run_prompts import RAW, prompt_tokenizer, questions_of, read_prompts, with_steps_of_epochs
-from asyncrl.deploy.run_setup import RunRequest
+from asyncrl.deploy.run_request import RunRequest
 from asyncrl.engines.models.warmed_up_model import build_tokenizer
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.curriculum import CurriculumDraw

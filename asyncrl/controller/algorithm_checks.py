@@ -1,24 +1,12 @@
-"""An algorithm as the controller runs it: its two functions, checks of what it hands in, and where its errors lie."""
+"""Checks of what an algorithm hands to its `control`: a mistake is named where it is made, with what to write."""
 
-import inspect
 import math
-import traceback
-from collections.abc import Awaitable, Callable, Container, Sequence, Sized
-from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Container, Sequence, Sized
 
-from asyncrl.concurrency import root_cause
-from asyncrl.config.user_code import name_of
-from asyncrl.controller.rollouts import Attempt
-from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError
+from asyncrl.errors import AlgorithmError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Score
-
-if TYPE_CHECKING:
-    from asyncrl.controller.controller import Controller
-
 
 COLUMNS = {
     "reference": ("reference_logprobs", "samples = control.holds(await fleet.reference.logprobs(samples))"),
@@ -27,60 +15,8 @@ COLUMNS = {
 }
 """The column that the trainer reads of each sample where a service is part of the fleet, and the call that makes it."""
 
-
 EPISODE_COLUMN = "turn_rewards"
 """A column that only an environment makes."""
-
-ARGUMENTS = {"roll_out": ("fleet", "control", "group"), "train": ("fleet", "control")}
-"""Arguments that each function of an algorithm is called with."""
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Algorithm:
-    """An algorithm: two plain async functions.
-
-    roll_out(fleet, control, group) returns when every sample of the group was handed to `control.ready`; it may be
-    cancelled and called again. train(fleet, control) returns when `control.iterations()` ends. name: of a user's
-    algorithm; empty for the algorithms of asyncrl.
-    """
-
-    roll_out: Callable[[Fleet, "Controller", Attempt], Awaitable[None]]
-    train: Callable[[Fleet, "Controller"], Awaitable[None]]
-    name: str = ""
-
-    def __repr__(self) -> str:
-        """Returns the names of its functions, for errors."""
-        return f"Algorithm({name_of(self.roll_out)}, {name_of(self.train)})"
-
-
-@dataclass(frozen=True, slots=True)
-class AttributedTo:
-    """Turns an error raised inside the scope into an AlgorithmError that names the user's function and the line.
-
-    Errors of asyncrl itself and timeouts pass unchanged: a lost worker is no fault of the algorithm.
-    """
-
-    algorithm: Algorithm
-    function: Literal["roll_out", "train"]
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None or not self.algorithm.name:
-            return
-        cause = root_cause(error)
-        what = f"{self.function} of {self.algorithm.name}"
-        if isinstance(cause, AlgorithmError):
-            raise AlgorithmError(f"{what}: {cause}{self._line(cause)}") from cause
-        if isinstance(cause, Exception) and not isinstance(cause, AsyncrlError | TimeoutError):
-            raise AlgorithmError(f"{what} raised {type(cause).__name__}: {cause}{self._line(cause)}") from cause
-
-    def _line(self, cause: Exception) -> str:
-        code = getattr(inspect.unwrap(getattr(self.algorithm, self.function)), "__code__", None)
-        frames = traceback.extract_tb(cause.__traceback__)
-        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames[-1:]
-        return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 class AlgorithmChecks:
@@ -162,41 +98,3 @@ class AlgorithmChecks:
                     f"control.ready got sample {row.key} without what the {service} service says of it ({column}), "
                     f"which this algorithm trains with: write `{write}` before"
                 )
-
-
-def algorithm_from(given: Any, where: str) -> Algorithm:
-    """Returns an `Algorithm` as it is, or makes one of a module or object with the two functions.
-
-    Raises ConfigError, whose text begins with `where`, when a function is missing, not async or takes other arguments.
-    """
-    if mistakes := [mistake for name in ARGUMENTS if (mistake := _mistake(given, name))]:
-        raise ConfigError(f"{where} is no algorithm: {_instead(given) or '; '.join(mistakes)}")
-    return given if isinstance(given, Algorithm) else Algorithm(given.roll_out, given.train)
-
-
-def _instead(given: object) -> str:
-    """Says what to write for an object of the wrong kind; empty: its kind is right."""
-    if inspect.isroutine(given):
-        return "it is one function, and an algorithm has two, write `asyncrl.Algorithm(roll_out, train)`"
-    if inspect.isclass(given) and all(callable(getattr(given, name, None)) for name in ARGUMENTS):
-        return f"it is a class, give an instance, write `{given.__name__}(...)`"
-    return ""
-
-
-def _mistake(given: object, name: str) -> str:
-    """Says what is wrong with one function of an algorithm; empty: nothing."""
-    function = getattr(given, name, None)
-    arguments = ", ".join(ARGUMENTS[name])
-    write = f"write `async def {name}({arguments})`"
-    if not callable(function):
-        return f"it has no function {name}, {write}"
-    calls = (function, getattr(function, "__call__", None))  # noqa: B004
-    if not any(inspect.iscoroutinefunction(each) for each in calls):
-        kind = "yields" if inspect.isasyncgenfunction(function) else "is not async"
-        return f"its {name} {kind}, {write}"
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*ARGUMENTS[name])
-    except TypeError:
-        return f"its {name} takes ({', '.join(signature.parameters)}) and is called with ({arguments}), {write}"
-    return ""
