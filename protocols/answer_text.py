@@ -1,4 +1,4 @@
-"""Splits a completion into its thoughts and its answer: one reading for rewards, tools, judges and metrics."""
+"""Reads the text of a completion, alike for rewards, tools, judges and metrics: thoughts, plain characters, JSON."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def ends_in_thoughts(prompt: str, begun: str = "") -> bool:
     return prompt.rstrip().endswith(tuple(_END)) or split_thoughts(f"{begun}.")[1] == ""
 
 
-# Writes the text of an answer in plain characters and words: LaTeX, other scripts, full width, superscripts, marks.
+# ---- plain characters and words in place of LaTeX, other scripts, full width, superscripts, marks ------------------
 
 
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -175,7 +175,7 @@ def folded(text: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
 
 
-# Finds JSON objects in prose, beside braces of other kinds such as those of LaTeX.
+# ---- JSON objects in prose, beside braces of other kinds such as those of LaTeX ------------------------------------
 
 
 MOST_BRACES = 1000

@@ -1,4 +1,4 @@
-"""Rows and references to rows.
+"""Rows and references to rows, and the columns of the rows that services store.
 
 A `Batch` holds rows: named ragged columns, no padding. A `BatchRef` says where rows are stored; the controller passes
 references only. Both, and `Cuts`, are divisible by rows, which is all that a transfer protocol needs: `take` returns
@@ -269,7 +269,7 @@ class Cuts:
         return replace(parts[0], batch=BatchRef.join([part.batch for part in parts]))
 
 
-# The columns of the rows that services store, with their dtypes and, for given numbers of tokens, their lengths.
+# ---- columns of stored rows: dtypes and, for given numbers of tokens, lengths --------------------------------------
 
 
 Columns = dict[str, tuple[np.dtype[Any], int]]

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef, SampleName
 from asyncrl.protocols.prompt_row import PackedRow
 
-# Messages between hosts that join and the controller: offers, orders, and files that a host does not see.
+# ---- hosts that join and the controller: offers, orders, and files that a host does not see ------------------------
 
 
 @dataclass(frozen=True, slots=True)

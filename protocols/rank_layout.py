@@ -1,9 +1,8 @@
-"""Rank arithmetic of 3D-parallel models: pp x tp x dp for training, and its regrouping for generation.
+"""Rank arithmetic of 3D-parallel models, its regrouping for generation, and the hosts on which ranks lie.
 
 Training groups follow HybridFlow (EuroSys 2025) section 5.3: pipeline and tensor groups lie on consecutive ranks, data
 groups at stride pp x tp. Ranks that share out the weights of a copy (`shard`), or its experts (`ep`), are data ranks,
-side by side.
-Ranks that share out the tokens of rows (`sp`) are consecutive, and count as one in all other indices.
+side by side. Ranks that share out the tokens of rows (`sp`) are consecutive, and count as one in all other indices.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -155,9 +154,9 @@ class Layout:
                 return (at.pp, at.tp, at.dp)
 
 
-# On which hosts the ranks of a replica lie, and which of their groups cross a network.
+# ---- on which hosts the ranks of a replica lie, and which of their groups cross a network --------------------------
 #
-#     rank = ((data rank * pp + stage) * tp + slice of layers) * sp + slice of rows      see protocols/rank_layout.py
+#     rank = ((data rank * pp + stage) * tp + slice of layers) * sp + slice of rows
 #
 # Consecutive ranks share most, so they lie on one host: all ranks where one host has room for them, else each copy of
 # the model, else each group inside of a copy. A group is cut only where no host has room for it.

@@ -41,7 +41,7 @@ from asyncrl.services.pooled_service import PooledService
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import TRANSITIONS
 
-# Shows transitions of a policy that acts to a person, as plain values with numbers to four digits.
+# ---- transitions for a person: plain values with numbers to four digits --------------------------------------------
 
 
 SHOWN = ("observations", "actions", "logprobs", "rewards", "terminated", "truncated", "versions")
@@ -75,7 +75,7 @@ def _digit(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-# The base of services with a policy that acts, and environments in children that can be killed.
+# ---- services with a policy, and environments in children that can be killed ---------------------------------------
 
 
 class ActingPool:

@@ -56,10 +56,10 @@ from asyncrl.protocols.service_contracts import Generation
 from asyncrl.services.ranks import find_meeting, next_announced, open_mesh_beside
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
-# Opens the engines of ranks that sample together, in the processes of the trainer: one leads, the others follow it.
+# ---- ranks that sample together, in the processes of the trainer: one leads, the others follow it ------------------
 #
-# controller ── generate ──> rank 0 ── announces each call ──> rank 1
-#                               └──── states and sums of layers ─┘
+#     controller ── generate ──> rank 0 ── announces each call ──> rank 1
+#                                   └──── states and sums of layers ─┘
 
 
 class SamplingGroup:

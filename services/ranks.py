@@ -1,4 +1,11 @@
-"""Connects the ranks of a replica, which agree on whether they have their rows."""
+"""Services whose replicas have several ranks: where the ranks meet, how the first one leads, and what they compute.
+
+    rank 0     run("values", rows) ── announces ──> values(rows) ──> returns what it found
+    rank 1                              └─────────> values(rows)
+
+Every rank gets every call of the controller, but only rank 0 acts on it. The ranks agree on whether they have their
+rows, and each runs forward passes over its share.
+"""
 
 import asyncio
 import threading
@@ -94,12 +101,7 @@ async def agreed(context: WorkerContext, mesh: RankMesh, reading: Awaitable[Rows
     return found
 
 
-# Runs the work of a service on all ranks of its replica, in the order in which the first of them begins it.
-#
-#     rank 0     run("values", rows) ── announces ──> values(rows) ──> returns what it found
-#     rank 1                              └─────────> values(rows)
-#
-# Every rank gets every call of the controller, but only rank 0 acts on it (Announcements in rank_mesh.py).
+# ---- the first rank leads the others (Announcements in engines/training/ranks/rank_mesh.py) -------------------------
 
 
 Work: TypeAlias = Callable[..., Awaitable[Any]]
@@ -196,7 +198,7 @@ def _settle(found: "asyncio.Future[Any]", message: Any, error: PeerLost | None) 
         found.set_exception(error)
 
 
-# Runs the forward passes of a service over samples, on the compute threads of its ranks.
+# ---- forward passes over samples, on the compute threads of the ranks ----------------------------------------------
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Scores samples with a reward model, in addition to the functions of the user."""
+"""Scores samples with a reward model, in addition to the functions of the user, alone or beside a person."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -190,7 +190,7 @@ def _within(lengths: Mapping[int, int], tokens: int) -> list[int]:
     return part
 
 
-# Scores samples by what a person says, and by a reward model, which may stand in for the person.
+# ---- beside a person, for whom the model may stand in --------------------------------------------------------------
 
 
 class FeedbackWithModelService(FeedbackService, RewardModelService):

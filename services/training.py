@@ -1,6 +1,7 @@
-"""Trains the policy and publishes each new version into the weight arena.
+"""Trains the policy, a language model or one that acts, and publishes each new version into the weight arena.
 
-TrainerService has the calls, versions and leases of any trainer; policy_training.py the engine of a language model.
+TrainerService has the calls, versions and leases of any trainer; TrainingService has the engine of a language model,
+ActingTrainingService that of a policy that acts (`acting.env`).
 """
 
 import asyncio
@@ -41,7 +42,7 @@ from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, Ste
 from asyncrl.protocols.service_contracts import ENDED, RUNNING, UNDONE, Training
 from asyncrl.services.ranks import agree_on_lost_rows, find_meeting, open_mesh, warn_of_whole_load
 
-# The two slots for versions of the weights: what to do where they do not fit, and the wait until one is free.
+# ---- the two slots for versions of the weights ---------------------------------------------------------------------
 
 
 async def wait_for_slot(leases: Leases, version: int, changed: asyncio.Event, deadline: float) -> None:
@@ -69,7 +70,7 @@ def no_room_for_weights(full: ArenaFull) -> ConfigError:
     )
 
 
-# Holds the step that a trainer runs, from its first call to its report, or to the loss of rows.
+# ---- the step that runs, from its first call to its report, or to the loss of rows ---------------------------------
 
 
 LOSS_NOTICE = 60.0
@@ -442,7 +443,7 @@ def _position_text(incarnation: int, version: int) -> str:
     return f"version {version} of incarnation {incarnation}"
 
 
-# Trains a language model.
+# ---- a language model ----------------------------------------------------------------------------------------------
 
 
 class TrainingService(TrainerService[PolicyTrainer]):
@@ -482,7 +483,7 @@ class TrainingService(TrainerService[PolicyTrainer]):
         return engine, extra
 
 
-# Trains the policy that acts: the training service of a run with `acting.env`.
+# ---- a policy that acts --------------------------------------------------------------------------------------------
 
 
 class ActingTrainingService(TrainerService[ActingTrainer]):

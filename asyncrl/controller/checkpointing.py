@@ -1,11 +1,20 @@
-"""Commits checkpoints while the run goes on.
+"""Makes checkpoints while the run goes on: commits in the background, and rows of samples, which a resume gives back.
 
     between two iterations   rows are saved and the trainer's state is copied ──> begin returns
-    meanwhile                files, manifest, rename: the commit (checkpoints.py)
+    meanwhile                files, manifest, rename: the commit (journal/checkpoints.py)
     the next begin, or end   waits for it, and raises its error
 
 A checkpoint is of the journal as it was between the iterations; records that follow lie behind it. The first one of a
 run is waited for: without it nothing that is drawn could be taken up again.
+
+The rows of READY samples, and of episodes up to their newest answered turn, outlive a checkpoint:
+
+    commit ──> Training.save_rows: a file of the checkpoint; the manifest lists the samples; the terms of their scores
+    resume ──> record `Restored` ──> Gate.restore ──> Generation.restore_rows ──> READY samples have rows again
+      └────> record `AttemptStarted` ───────────────────────────┘     └──> the new attempt continues an episode
+
+Only what the checkpoint itself has is restored, so no sample of steps that a resume does again comes back. A sample
+keeps its versions: the gate drops it when it is too old, and an episode with a token that is too old begins anew.
 """
 
 import asyncio
@@ -27,14 +36,7 @@ from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.service_contracts import Generation, Training
 
-# The rows of READY samples, and of episodes up to their newest answered turn, outlive a checkpoint: it saves them.
-#
-#     commit ──> Training.save_rows: a file of the checkpoint; the manifest lists the samples; the terms of their scores
-#     resume ──> record `Restored` ──> Gate.restore ──> Generation.restore_rows ──> READY samples have rows again
-#         └────> record `AttemptStarted` ───────────────────────────┘     └──> the new attempt continues an episode
-#
-# Only what the checkpoint itself has is restored, so no sample of steps that a resume does again comes back. A sample
-# keeps its versions: the gate drops it when it is too old, and an episode with a token that is too old begins anew.
+# ---- rows of samples that a checkpoint has -------------------------------------------------------------------------
 
 
 READY_TERMS = "ready-terms.json"

@@ -5,7 +5,12 @@
          └──── the next controller <── trainer and critics load the checkpoint <── other workers are renewed
 
 The journal, the gate and the workers see what they see when the command is run again after exit status 75: another
-incarnation that goes on from the checkpoint.
+incarnation that goes on from the checkpoint. What becomes of each worker:
+
+    trainer and critics     are killed, and start again once those of the others that answer are ready
+    others that `renew`     forget the samples of the incarnation before; processes, models and engines stay
+    others that refuse      or do not answer in time, are killed and started again
+    others without a host   start when one joins: the run goes on with one replica of each service
 """
 
 import asyncio
@@ -25,12 +30,7 @@ from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.shared_memory import unlink_segment
 from asyncrl.protocols.service_contracts import Contract, Lane
 
-# Takes the workers of a fleet into the next incarnation of the run, after one that learns died.
-#
-# trainer and critics are killed, and start again from the checkpoint once those of the others that answer are ready
-# others that `renew` forget the samples of the incarnation before; processes, models and engines stay others that
-# refuse or do not answer in time, are killed and started again others without a host start when one joins: the run
-# goes on with one replica of each service
+# ---- workers, taken into the next incarnation ----------------------------------------------------------------------
 
 
 HEALTH = Contract.endpoints["health"]

@@ -1,4 +1,4 @@
-"""The services of a run: their handles for algorithms, and how they are started, connected, kept alive and stopped."""
+"""The services of a run: their handles for algorithms, and how they are started, scaled, kept alive and stopped."""
 
 import asyncio
 import secrets
@@ -421,10 +421,10 @@ def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return failed or root_cause(errors)
 
 
-# Changes the number of workers of a service while the run goes on.
+# ---- more or fewer workers of a service ----------------------------------------------------------------------------
 #
-# more parked workers are wanted again, then new ones are added: they start like restarted ones fewer workers that do
-# not run, then those with the highest numbers, are parked: they drain first
+# more    parked workers are wanted again, then new ones are added: they start like restarted ones
+# fewer   workers that do not run, then those with the highest numbers, are parked: they drain first
 
 
 MOST_WORKERS = 1000

@@ -1,4 +1,4 @@
-"""The replicas of one service: which are alive, which has the fewest calls, and which hold rows.
+"""The replicas of one service: which are alive, which has the fewest calls, and which hold rows of which samples.
 
 No lookup takes longer with more replicas, except those that name all of them.
 """
@@ -21,9 +21,7 @@ from asyncrl.protocols.distribute_collect import THREE_D_ALL_MICRO_DP
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.rank_layout import Layout
 
-# Remembers which replicas of a service may hold rows of which samples: those of their calls, answered or not.
-#
-# A sample of several turns may have rows at several replicas; the call that came last made the newest ones.
+# ---- holders of rows -----------------------------------------------------------------------------------------------
 
 
 R = TypeVar("R", bound=Hashable)

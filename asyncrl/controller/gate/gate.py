@@ -6,6 +6,10 @@ trained, so a straggler does not expire its siblings: a *cut* is the part of a g
 of it. Ids of groups come from `draw`; asking about another id is an error of the caller. Every answer takes an
 amortised time independent of what is in flight: a change of a group calls `_reconsider`, which keeps the indexes.
 What follows from the policy, its rule says (protocols/staleness.py).
+
+SampleCounts  how many samples are in which stage, and how old they are
+CutQueue      which groups offer a cut, most urgent first      for Gate.pick and Gate.preview
+StampIndex    which groups have READY samples of which age     for what becomes due or too old as the version rises
 """
 
 import heapq
@@ -31,7 +35,7 @@ from asyncrl.controller.gate.group_state import (
 from asyncrl.errors import IllegalTransition
 from asyncrl.protocols.staleness import live
 
-# Counts of what is in flight, kept up to date sample by sample.
+# ---- what is in flight, counted sample by sample -------------------------------------------------------------------
 
 
 class SampleCounts:
@@ -94,10 +98,7 @@ class SampleCounts:
         return all(flying - min(gone, most) <= may_leave(version) for version, flying, gone in found)
 
 
-# Indexes over what is READY, so that the gate answers in a time that does not depend on how much is in flight.
-#
-# CutQueue which groups offer a cut, most urgent first for Gate.pick and Gate.preview StampIndex which groups have
-# READY samples of which age for what becomes due or too old as the version rises
+# ---- what is READY, indexed ----------------------------------------------------------------------------------------
 
 
 Urgency = tuple[int, int]

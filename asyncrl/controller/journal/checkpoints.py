@@ -1,7 +1,9 @@
-"""Makes checkpoints and resumes runs from them.
+"""Makes checkpoints, knows the newest and the best one, and resumes runs from them.
 
 The rename of a checkpoint's folder is its commit; its record in the journal is a hint. A checkpoint is good when its
 files match their digests and the journal still begins with the bytes that the checkpoint was made after.
+The oldest ones go; the best one by `training.keep_best` is spared: what a step or an evaluation measured is noted, and
+kept in best.json.
 """
 
 import json
@@ -388,9 +390,7 @@ def saved_model(run_dir: Path, version: int) -> tuple[Path, int]:
     return Path(store.path(str(version))) / "model", version
 
 
-# Knows which checkpoint has the best value of a metric, which the rotation of checkpoints then spares.
-#
-# a step or an evaluation ends ──> note ──> kept: what the next commit does not remove, and best.json
+# ---- the best checkpoint -------------------------------------------------------------------------------------------
 
 
 BEST = "best"

@@ -3,8 +3,9 @@
     upload: parts that the store lacks, WAYS at a time ──> head, if it is still that one: the commit
     download: head ──> parts that the folder lacks, each compared with its digest ──> the folder, renamed when whole
 
-What the head does not name does not exist: a machine that dies between parts and head leaves
-the run of the head before, and parts that the next upload takes as sent, or removes.
+What the head does not name does not exist: a machine that dies between parts and head leaves the run of the head
+before, and parts that the next upload takes as sent, or removes. Uploads copies the run after each checkpoint, beside
+the run.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from asyncrl.concurrency import running_beside
 from asyncrl.controller.journal.run_storage import run_lock
 from asyncrl.errors import ConfigError, FleetFailed, JournalError
 
-# A store of objects, as far as a copy of a run needs it: bytes by name, and one head that is exchanged atomically.
+# ---- what a store has to do: bytes by name, and one head that is exchanged atomically ------------------------------
 
 
 PARTS = "objects/"
@@ -371,7 +372,7 @@ def head_of(objects: Objects, run_dir: Path) -> tuple[Head | None, str]:
     return head, found[1]
 
 
-# Copies a run to a store after each checkpoint, beside the run.
+# ---- uploads beside a run ------------------------------------------------------------------------------------------
 
 
 LAST_UPLOAD = 300.0

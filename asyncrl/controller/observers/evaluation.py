@@ -1,4 +1,10 @@
-"""Evaluates one version on a set of held-out prompts, with the rewards and costs of the run or those of the set."""
+"""Evaluates versions beside training: on held-out prompts, or on episodes of a policy that acts.
+
+    ask ──> EvaluationSchedule ── copies the weights ──> Evaluator, or EpisodeEvaluator ──> Evaluation ──> done
+                 one version at a time                        └──> answers, in the folder `evaluations` of the run
+
+Rewards and costs are those of the run, or those of the held-out set.
+"""
 
 import asyncio
 import json
@@ -25,7 +31,7 @@ from asyncrl.rewards.templates import compiles, passes_tests, reaches
 from asyncrl.tasks.chat_messages import TOOLS, Messages
 from asyncrl.tasks.pictures import with_pictures_read
 
-# Computes rates of programs that compile and that pass their tests, from the terms of their rewards.
+# ---- rates of programs that compile and that pass their tests, from the terms of rewards ---------------------------
 
 
 COMPILES = compiles.__name__
@@ -88,7 +94,7 @@ def pass_rates(problems: Sequence[Sequence[bool]]) -> Iterator[tuple[int, Rate]]
         k *= 2
 
 
-# Keeps the results of evaluations: a file of JSON lines for each, the newest ones of each set.
+# ---- answers on disk: JSON lines, of each set the newest versions --------------------------------------------------
 
 
 SaveResults: TypeAlias = Callable[[str, int, Sequence[Any]], None]
@@ -374,7 +380,7 @@ def _means(prompts: Sequence[Known]) -> list[float]:
     return [fmean(known) for each in prompts if (known := [one for one in each if one is not None])]
 
 
-# Evaluates a policy that acts: the returns and lengths of episodes with the same seeds in each evaluation.
+# ---- a policy that acts: returns and lengths of episodes with the same seeds each time -----------------------------
 
 
 EPISODES = -1
@@ -497,7 +503,7 @@ def _episodes(version: int, rows: BatchRef) -> Iterator[HeldOutEpisode]:
         yield HeldOutEpisode(version, row.member, row.reward, row.tokens, row.finish)
 
 
-# Decides when versions are evaluated: on request, one at a time, beside training.
+# ---- when: on request, one version at a time -----------------------------------------------------------------------
 
 
 READER = "evaluation"

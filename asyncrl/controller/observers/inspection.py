@@ -1,4 +1,4 @@
-"""Has a worker record a profile of its torch operators, and writes it into the run directory."""
+"""Looks into running workers for a person: a profile of torch's operators, and the digests of the trainer's weights."""
 
 import asyncio
 import math
@@ -83,7 +83,7 @@ def summary(name: str, seconds: float, path: Path, found: Profile) -> Iterator[s
             yield f"{1e3 * own:>14,.1f} {own / total if total else 0:>6.1%} {calls:>8,}  {each:.80}"
 
 
-# Describes the weights that each pipeline stage of the trainer holds, for a person who compares ranks or versions.
+# ---- weights of each pipeline stage, for a person who compares ranks or versions -----------------------------------
 
 
 async def describe_weights(training: Training, pattern: str) -> str:

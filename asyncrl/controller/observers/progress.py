@@ -1,4 +1,9 @@
-"""Says in words what a run does while no step ends: at least every INTERVAL seconds of loop time, whatever happens."""
+"""Says what a run does while it goes on.
+
+RunProgress    a line while no step ends: at least every INTERVAL seconds of loop time, whatever happens
+RewardOutput   once, where reward functions print
+StatusWriter   status.json every few seconds, for `asyncrl monitor`
+"""
 
 import asyncio
 import time
@@ -135,7 +140,7 @@ async def progress_shown(show: Callable[[str], None]) -> AsyncIterator[RunProgre
         yield progress
 
 
-# Says once where the output of reward functions is.
+# ---- the output of reward functions --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -161,7 +166,7 @@ class RewardOutput:
             self.say(f"reward functions print something: {', '.join(files)} (the newest 4 to 8 MiB are kept)")
 
 
-# Writes the state of the run for `asyncrl monitor`, every few seconds, beside the controller.
+# ---- the state of the run ------------------------------------------------------------------------------------------
 
 
 @dataclass

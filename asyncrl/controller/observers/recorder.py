@@ -4,6 +4,7 @@
 
 The controller never waits for the recorder between two steps. A checkpoint is committed, and a run ends, once its
 steps are written: also a run that fails, which waits for answers of workers no longer than LAST_ANSWERS.
+Rows that training would free before their texts are read wait in ShownRows.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, sample_record
 from asyncrl.telemetry.sinks import SinkWorker
 
-# Keeps the rows of a step until their texts are read: training may end before, and would free them.
+# ---- rows that are shown -------------------------------------------------------------------------------------------
 
 
 class ShownRows:

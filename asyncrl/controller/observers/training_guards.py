@@ -21,7 +21,7 @@ from asyncrl.environments.transcript import FAILED
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.rewards.templates import reaches
 
-# Collects from events what guards look at: metrics of the last trained steps, and counts since the start.
+# ---- what guards look at: metrics of the last trained steps, and counts since the start ----------------------------
 
 
 WINDOW = 5

@@ -53,7 +53,7 @@ from asyncrl.lanes.host_id import FaultDomain, HostId
 from asyncrl.protocols.messages import Call, FilePart, FileTree, JoinOrder, JoinRequest
 from asyncrl.protocols.rank_layout import crossings, hosts_of_ranks
 
-# Places for workers that join, and why a host may not take one.
+# ---- places for workers, and why a host may not take one -----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

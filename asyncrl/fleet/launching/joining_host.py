@@ -4,6 +4,8 @@ join ──> copy missing files ──> ready ──> start a worker ──> its
                                              └── connection broken: the worker goes on, and the host joins again
 join with a worker ──> "keep", from the controller that has it: it goes on
                    └── "fetch", from another one: it is ended, and the host is as new
+
+state_of_host asks a run over the same connection what a host does in it, for health checks of containers.
 """
 
 import asyncio
@@ -368,7 +370,7 @@ class _JoinedHost:
         await self.client.call(what, (self.agent, *args), CALL_DEADLINE)
 
 
-# Asks a run what this host does in it, over the connection by which hosts join; health checks of containers use it.
+# ---- what a host does in a run -------------------------------------------------------------------------------------
 
 
 DEADLINE = 5.0

@@ -1,5 +1,5 @@
-"""The interface of launchers, which start workers, and the launcher that runs workers as tasks of this process, for
-tests and reward functions that no other process can import. deploy/process/local_launcher.py starts processes."""
+"""The interface of launchers, which start workers, the launcher that runs workers as tasks of this process, and what
+an earlier start of the run left behind. deploy/process/local_launcher.py starts processes."""
 
 import asyncio
 import os
@@ -232,8 +232,7 @@ async def end_worker(launched: LaunchedWorker) -> None:
                 return
 
 
-# Names each start of a run, and removes what an earlier start left: shared memory, the folder of sockets, and files
-# of weights, which carry that name.
+# ---- leftovers of an earlier start: shared memory, folders of sockets, files of weights ----------------------------
 
 
 def new_start(directory: RunDirectory, weights_folder: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The controller's end of a probe, by which `asyncrl doctor --join` looks at the connection before a host joins.
+"""Both ends of a probe, by which `asyncrl doctor --join` looks at the connection before a host joins.
 
 host                                  ProbePoint
 probe(JoinRequest) ────────────────>  one turn every TURN seconds: what joining would be refused for, and a ticket
@@ -7,6 +7,10 @@ upload(ticket, data) ──────────────>  counted, up to
 download(ticket, count) ───────────>  as many bytes, up to PROBE_BYTES a turn
 
 The bounds hold for all hosts together: whoever has a key takes no more of the controller's network than they allow.
+A host computes from the answers:
+
+offset of the clocks   theirs - (sent + received) / 2 of the fastest round trip, wrong by at most half of that
+bandwidth              parts in a row, WINDOW of them under way, for LONGEST seconds or PROBE_BYTES, each way
 """
 
 import asyncio
@@ -91,10 +95,7 @@ class ProbePoint:
         self._left[way] -= count
 
 
-# A host's end of a probe: measures clock, round trips and bandwidth to a join point, without joining.
-#
-# offset of the clocks theirs - (sent + received) / 2 of the fastest round trip, wrong by at most half of that
-# bandwidth parts in a row, WINDOW of them under way, for LONGEST seconds or PROBE_BYTES, each way
+# ---- the host's end: measures the connection, without joining ------------------------------------------------------
 
 
 CALL_DEADLINE = 10.0

@@ -1,8 +1,9 @@
-"""Commands to a run that goes on: its controller listens, and leaves address and keys in the run directory.
+"""Reaches a run that goes on: commands from its own host, and its state for people who watch from others.
 
-    asyncrl scale DIR ... ── reads DIR/commands.json ── encrypted call ──> controller
+asyncrl scale DIR ...             ── reads DIR/commands.json ── encrypted call ──> controller
+asyncrl monitor tcp://HOST:PORT   ── a key of the role monitor ────────> JoinPoint: newest state and metrics, the time
 
-Only who can read that file, which has mode 0600, can send commands. Each start of a run has fresh keys.
+Only who can read commands.json, which has mode 0600, can send commands. Each start of a run has fresh keys.
 """
 
 import asyncio
@@ -107,10 +108,7 @@ def _write(file: Path, content: CommandAddress) -> None:
     unfinished.replace(file)
 
 
-# The state of a run for people on other hosts, over the connection by which hosts join.
-#
-# asyncrl monitor tcp://HOST:PORT                  JoinPoint
-# watch(proof of a key of the role monitor) ────>  the newest state, the newest line of metrics.jsonl, the time
+# ---- the state of a run, over the connection by which hosts join ---------------------------------------------------
 
 
 MONITOR = "monitor"

@@ -1,4 +1,4 @@
-"""The compute thread of a worker, beside its event loop, so that no torch call delays a message."""
+"""The compute thread of a worker, so that no torch call delays a message, and the profile that torch records there."""
 
 import asyncio
 import gzip
@@ -58,7 +58,7 @@ def _name_compute_thread() -> None:
     threading.current_thread().name = "compute"
 
 
-# Records the torch operators of a worker's compute thread for a while, in slices that bound memory and size.
+# ---- profiles, in slices that bound memory and size ----------------------------------------------------------------
 #
 #     compute thread  ─ work ─ start ─ work ... ─ stop ─ work ─────────── start ─ ...
 #     another thread                                     └─ Chrome trace: counted, and added to the gzipped one

@@ -1,7 +1,10 @@
-"""Decides which workers may reach which lanes of which others: by role, where each has its own key pair (on TCP).
+"""Decides who may call which lanes of which workers: keys of the processes of a run, and roles of their holders.
 
-controller ──> control and work lanes of every worker, which accept no other key
-worker ──> rows and weights of those workers of whose role it reads
+On TCP each instance has a pair of keys of its own, made by the controller; on ipc, which no other user can read, all
+processes share one pair as a password.
+
+    controller ──> control and work lanes of every worker, which accept no other key
+    worker ──> rows and weights of those workers of whose role it reads
 
 Introductions: a worker that takes calls, or is gone ──> "admit" with what has changed ──> every other worker
 """
@@ -17,12 +20,7 @@ from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 
-# Keys of the processes of a run. On TCP each instance of a worker has a pair of its own, made by the controller.
-#
-#     controller ── its pair ──> control and work lanes of every worker, which accept no other key
-#     worker ── its pair ──> rows and weights of those workers that admit its role (lane_access.py)
-#
-# On ipc, which no other user can read, all processes share one pair as a password.
+# ---- keys ----------------------------------------------------------------------------------------------------------
 
 
 Admit = Callable[[Mapping[str, Sequence[Sequence[str]]]], None]

@@ -1,4 +1,4 @@
-"""Reads how much memory this process holds."""
+"""Memory of a process: what it holds, also on a GPU, and which objects garbage collection leaves alone."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Reads how much memory of its GPU a worker uses, without importing torch or beginning to use the GPU.
+# ---- memory that is held, read without importing torch or beginning to use the GPU ---------------------------------
 
 
 def gpu_use(device: str) -> dict[str, float]:
@@ -33,7 +33,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-# Excludes objects that live long from garbage collection, whose full passes stop everything meanwhile.
+# ---- objects that live long, whose collection would stop everything meanwhile --------------------------------------
 
 
 YOUNG_OF_CALLER = 10_000
