@@ -101,7 +101,7 @@ async def agreed(context: WorkerContext, mesh: RankMesh, reading: Awaitable[Rows
     return found
 
 
-# ---- the first rank leads the others (Announcements in engines/training/ranks/rank_mesh.py) -------------------------
+# ---- the first rank leads the others (Announcements in engines/ranks/rank_mesh.py) ----------------------------------
 
 
 Work: TypeAlias = Callable[..., Awaitable[Any]]

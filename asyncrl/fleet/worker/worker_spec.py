@@ -17,7 +17,7 @@ from asyncrl.protocols.rank_layout import Layout
 from asyncrl.version import __version__
 
 Implementation: TypeAlias = str | Callable[..., Any]
-"""What makes the service of a worker: "module:Class", or inside this process a callable of its WorkerContext."""
+"""Names the service of a worker: "module:Class", or inside this process a callable that gets its WorkerContext."""
 
 Origin = Literal["plain", "torch", "spawn"]
 """The process that a worker is forked from, where `fleet.start` allows a fork: a copy of one that has imported what
