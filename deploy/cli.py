@@ -42,8 +42,14 @@ COMMANDS = {
     "doctor": "check what this machine can run, and what an experiment needs",
 }
 
-MODULES = {"try": "try_rows", "tune": "tuning.tune"}
-"""Modules of commands that do not have their names."""
+HOMES = {
+    **{name: f"control:{name}" for name in ("pause", "unpause", "stop", "scale", "weights")},
+    "admit": "serve:admit",
+    "push": "export:push",
+    "try": "evaluate:try_rows",
+    "tune": "tuning.tune:main",
+}
+"""Module and function of the commands that share a file with others; any other is `main` in the file of its name."""
 
 MEANT = {
     **dict.fromkeys(("train", "resume", "start", "launch", "fit"), "run"),
@@ -135,7 +141,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
             from asyncrl.deploy.process.stored_runs import read_here
 
             arguments = read_here(name, arguments)
-        code: int = import_module(f"asyncrl.deploy.commands.{MODULES.get(name, name)}").main(arguments)
+        module, _, function = HOMES.get(name, f"{name}:main").partition(":")
+        code: int = getattr(import_module(f"asyncrl.deploy.commands.{module}"), function)(arguments)
         sys.stdout.flush()
         return code
     except AsyncrlError as error:

@@ -12,6 +12,13 @@ from asyncrl.deploy.commands.command_parser import CommandParser, positive
 if TYPE_CHECKING:
     from asyncrl.controller.observers.evaluation import Evaluation
 
+TRY = (
+    "`asyncrl try` runs a few rows of an experiment through prompt, template, model and rewards, without training. "
+    "It shows each prompt as the model gets it, the columns of its row, one answer with what every "
+    "reward function gave it, and whether the group of its samples would teach anything. "
+    "Further flags set config keys, as in `asyncrl run`."
+)
+
 
 def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
@@ -64,3 +71,20 @@ def _parser() -> CommandParser:
     answers_help = "Write the answers, or the episodes, as JSON lines to this file."
     parser.add_argument("--answers", type=Path, metavar="FILE", help=answers_help)
     return parser
+
+
+def try_rows(arguments: list[str]) -> int:
+    parser = CommandParser("asyncrl try", description=TRY, allow_abbrev=False)
+    parser.add_argument("target", metavar="NAME|FILE", help="Name an experiment, or its TOML file.")
+    text = "Try this many rows, those that a run would draw first (default: 3)."
+    parser.add_argument("--rows", type=positive, default=3, help=text)
+    asked, flags = parser.parse_known_args(arguments)
+    from asyncrl.config.problems import refuse
+    from asyncrl.config.sources import load
+    from asyncrl.deploy.commands.tried_rows import try_rows as tried
+    from asyncrl.deploy.preflight import preflight
+
+    loaded = load(asked.target, flags)
+    refuse(preflight(loaded.config, places=loaded.sources))
+    asyncio.run(tried(loaded.config, loaded.sources, asked.rows, lambda line: print(line, flush=True)))
+    return 0

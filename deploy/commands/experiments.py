@@ -12,7 +12,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments:
         raise ConfigError(f"`asyncrl experiments` takes no arguments; `{program()} run NAME` runs one")
-    from asyncrl.config.sources.packaged_experiments import experiments
+    from asyncrl.experiments import experiments
 
     found = experiments()
     width = max(map(len, found), default=0)

@@ -25,6 +25,7 @@ WITH_TORCH = ("generation", "evaluation", "reference", "training", "critic", "co
 DRAIN = 20.0
 """Seconds that a worker drains: it has ended before the 30 s are over that spot machines and Kubernetes give."""
 
+ADMIT = "`asyncrl admit` makes a key with which workers of one role may join runs."
 STANDARD_INPUT = Path("-")
 KEY_HELP = (
     "Key of the role, from the run or `asyncrl admit`. -: the key is one line on standard input, a pipe, at whose end "
@@ -159,3 +160,35 @@ def _leave_at_end(stop: asyncio.Event) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         stop.set()
+
+
+def admit(arguments: list[str]) -> int:
+    parser = CommandParser("asyncrl admit", description=ADMIT)
+    parser.add_argument("folder", type=Path, help="Folder of the keys of a controller, for fleet.join_keys.")
+    parser.add_argument("role", help="Service whose workers may join with the key, such as generation.")
+    parser.add_argument("--name", default="", help="Name of the key, for several of one role; default: the role.")
+    asked = parser.parse_args(arguments)
+    from asyncrl.config.install_hints import program
+    from asyncrl.config.placement import JOINING_ROLES
+    from asyncrl.config.sources.keys import closest
+    from asyncrl.errors import ConfigError
+    from asyncrl.fleet.launching.key_folder import KeyFolder
+    from asyncrl.fleet.launching.run_access import MONITOR
+
+    roles = (*JOINING_ROLES, MONITOR)
+    if asked.role not in roles:
+        near = f"; did you mean {found}?" if (found := closest(asked.role, roles)) else ""
+        raise ConfigError(f"there is no role {asked.role!r}; there are {', '.join(roles)}{near}")
+    key = KeyFolder.made(asked.folder).key_of(asked.role, asked.name)
+    if asked.role == MONITOR:
+        use = f"lets people watch runs: copy it to where only they read it, and watch with\n  {program()} monitor"
+    else:
+        use = (
+            f"lets {asked.role} workers join: copy it to their hosts, where only they read it, and start each with\n"
+            f"  {program()} serve {asked.role} --join"
+        )
+    print(
+        f"{key} {use} tcp://HOST:PORT --key {key.name}\n"
+        f"The run has fleet.join_keys = {str(asked.folder)!r}. Delete {key.with_suffix('.admitted')} to revoke the key."
+    )
+    return 0

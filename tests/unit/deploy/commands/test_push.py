@@ -16,7 +16,7 @@ import pytest
 UPLOAD = """
 import sys
 from pathlib import Path
-from asyncrl.deploy.commands.push import upload
+from asyncrl.deploy.commands.export import upload
 from asyncrl.errors import ConfigError
 try:
     print(upload(Path(sys.argv[1]), sys.argv[2], "asyncrl: step 4", public=False))
