@@ -1,4 +1,5 @@
-"""Starts the services of a run: launches those of this host, and waits for workers that join."""
+"""Starts the services of a requested run: launches those of this host, waits for workers that join, and chooses the
+address of live feedback."""
 
 import json
 import os
@@ -48,64 +49,6 @@ from asyncrl.lanes.shared_memory import unlink_abandoned
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
-
-# Chooses host, port and key of the page of live feedback, once for a run: its address survives restarts.
-
-
-@dataclass(frozen=True, slots=True)
-class FeedbackAddress:
-    """The address of the page. key: lets whoever has it read and rate answers."""
-
-    host: str
-    port: int
-    key: Secret
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/?key={self.key.value}"
-
-    @property
-    def options(self) -> dict[str, object]:
-        """Returns the options of the service that serves the page."""
-        return asdict(self)
-
-
-def feedback_address(config: FeedbackConfig, directory: RunDirectory) -> FeedbackAddress:
-    """Returns the address of this start; writes it to feedback.json, which only this user can read. Values that the
-    config leaves open are those of the start before, if the port is still free. Raises ConfigError when the port that
-    the config names is taken."""
-    before = _before(directory)
-    key = config.key.value or before.get("key") or secrets.token_urlsafe(16)
-    address = FeedbackAddress(config.host, _free_port(config, before.get("port", 0)), Secret(str(key)))
-    fresh = directory.feedback.with_suffix(".new")
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(json.dumps(revealed(asdict(address)) | {"url": address.url}) + "\n")
-    fresh.replace(directory.feedback)
-    return address
-
-
-def _before(directory: RunDirectory) -> dict[str, object]:
-    try:
-        said = json.loads(directory.feedback.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
-
-
-def _free_port(config: FeedbackConfig, before: object) -> int:
-    if config.port == 0 and isinstance(before, int) and before:
-        try:
-            return _bindable(config.host, before)
-        except ConfigError:
-            pass
-    return _bindable(config.host, config.port)
-
-
-def _bindable(host: str, port: int) -> int:
-    with closing(bound_socket(host, port, "feedback.port")) as bound:
-        return int(bound.getsockname()[1])
-
 
 LONGEST = "longest_prompts.jsonl"
 """File in the run's logs with the prompts whose tokens are counted before anything is trained."""
@@ -278,3 +221,58 @@ def offered_files(service: str, facts: RunFacts, scorers: Mapping[str, Path]) ->
 def _note_worker(display: Display, event: FleetEvent) -> None:
     """Notes what happens to workers in the controller's log."""
     display.note(type(event).__name__, **{name: str(value) for name, value in asdict(event).items()})
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackAddress:
+    """The address of the page. key: lets whoever has it read and rate answers."""
+
+    host: str
+    port: int
+    key: Secret
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/?key={self.key.value}"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Returns the options of the service that serves the page."""
+        return asdict(self)
+
+
+def feedback_address(config: FeedbackConfig, directory: RunDirectory) -> FeedbackAddress:
+    """Returns the address of this start; writes it to feedback.json, which only this user can read. Values that the
+    config leaves open are those of the start before, if the port is still free. Raises ConfigError when the port that
+    the config names is taken."""
+    before = _before(directory)
+    key = config.key.value or before.get("key") or secrets.token_urlsafe(16)
+    address = FeedbackAddress(config.host, _free_port(config, before.get("port", 0)), Secret(str(key)))
+    fresh = directory.feedback.with_suffix(".new")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(json.dumps(revealed(asdict(address)) | {"url": address.url}) + "\n")
+    fresh.replace(directory.feedback)
+    return address
+
+
+def _before(directory: RunDirectory) -> dict[str, object]:
+    try:
+        said = json.loads(directory.feedback.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _free_port(config: FeedbackConfig, before: object) -> int:
+    if config.port == 0 and isinstance(before, int) and before:
+        try:
+            return _bindable(config.host, before)
+        except ConfigError:
+            pass
+    return _bindable(config.host, config.port)
+
+
+def _bindable(host: str, port: int) -> int:
+    with closing(bound_socket(host, port, "feedback.port")) as bound:
+        return int(bound.getsockname()[1])

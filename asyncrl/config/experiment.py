@@ -1,13 +1,10 @@
-"""The config of an experiment as frozen models, without torch. Sources: command line > environment > file > default.
+"""All keys of an experiment as frozen models, without torch: its sections, and what follows from several of their keys.
 The text below a key is what `asyncrl keys`, error messages and docs/reference/config.md say about it."""
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from asyncrl.config.placement import place_services
-from asyncrl.config.problems import Incoherent, Problem
-from asyncrl.config.rules_between_keys import rule_problems
 from asyncrl.config.sections.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.sections.device_pools import PoolConfig
@@ -249,8 +246,8 @@ class GuardsConfig(Section):
     adadelta over 30."""
 
 
-class Config(Section):
-    """One experiment."""
+class Experiment(Section):
+    """All keys of one experiment, each right by itself, and what follows of them; in a `Config` they fit together."""
 
     name: str = "experiment"
     """Name of the experiment and its run directories; default: that of the file."""
@@ -284,13 +281,6 @@ class Config(Section):
     fleet: FleetConfig = FleetConfig()
     children: ChildrenConfig = ChildrenConfig()
 
-    @model_validator(mode="after")
-    def _values_fit_together(self) -> "Config":
-        place_services(self)
-        if problems := [problem for problem in rule_problems(self) if not problem.is_warning]:
-            raise Incoherent(problems)
-        return self
-
     @property
     def response_tokens(self) -> int:
         """Returns the most tokens that a row has after its prompt: those of an answer, or of an episode."""
@@ -322,11 +312,6 @@ class Config(Section):
         """Says whether a service computes reference log-probs. With adapters the trainer does, by the model under them;
         but critics read these log-probs in processes of their own."""
         return self.algorithm.kl > 0 and (self.model.lora is None or self.algorithm.advantage == "gae")
-
-    @property
-    def warnings(self) -> list[Problem]:
-        """Returns a problem for each value that nothing reads."""
-        return [problem for problem in rule_problems(self) if problem.is_warning]
 
     @property
     def scorers(self) -> dict[Scorer, RewardConfig]:

@@ -7,16 +7,13 @@ hosts that joined ──> rank_hosts.py, by the same rule ──> ranks on the h
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from asyncrl.config.experiment import Experiment
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.device_pools import CPU, Assignment, Demand, Device, DevicePlace, DevicePool, assign
 from asyncrl.config.sections.training_config import SHARDED, AnyLayout, DeepspeedConfig, GenerationLayoutConfig
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.rank_layout import Layout, crossings
-
-if TYPE_CHECKING:
-    from asyncrl.config.schema import Config
 
 # Finds where services run: in which pools, and which of their workers join a run. Refuses what does not fit.
 
@@ -34,7 +31,7 @@ JOINING_ROLES = ("generation", "evaluation", "reward", "reference", "cost", "env
 DEEPSPEED = 'training.engine = "deepspeed"'
 
 
-def joining_problems(config: "Config") -> Iterator[Problem]:
+def joining_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what is wrong about workers that join."""
     fleet = config.fleet
     replicas = _replicas(config)
@@ -71,7 +68,7 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
         yield Problem("fleet.joined", "", text, ("feedback.ask",))
 
 
-def layouts(config: "Config") -> dict[str, AnyLayout]:
+def layouts(config: Experiment) -> dict[str, AnyLayout]:
     """Returns the layouts of the services of the experiment that can have several ranks, by their names."""
     found: dict[str, AnyLayout] = {"training": config.training.layout}
     if config.algorithm.advantage == "gae":
@@ -90,7 +87,7 @@ def rank_layout(chosen: AnyLayout, generation: GenerationLayoutConfig | None = N
     return Layout(chosen.pp, chosen.tp, chosen.dp, pp, tp, chosen.shard, chosen.sp, chosen.ep)
 
 
-def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
+def layout_problems(config: Experiment, batch: int) -> Iterator[Problem]:
     """Yields what is wrong about the ranks of services. batch: samples of a step."""
     for service, layout in layouts(config).items():
         key = f"{service}.layout"
@@ -106,7 +103,7 @@ def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
         yield from _trainer_problems(config) if service == "training" else _led_problems(config, service, layout)
 
 
-def _led_problems(config: "Config", service: str, layout: AnyLayout) -> Iterator[Problem]:
+def _led_problems(config: Experiment, service: str, layout: AnyLayout) -> Iterator[Problem]:
     """Yields what a service other than the trainer cannot have in its layout."""
     if layout.size > 1 and service in config.scorers and not config.scorers[service].model:
         text = f"the ranks share a model, and there is no {service}.model: write that, or layout = {{}}"
@@ -119,7 +116,7 @@ def _led_problems(config: "Config", service: str, layout: AnyLayout) -> Iterator
         yield Problem(f"{service}.layout", "", text, ("fleet.joined",))
 
 
-def _trainer_problems(config: "Config") -> Iterator[Problem]:
+def _trainer_problems(config: Experiment) -> Iterator[Problem]:
     layout = config.training.layout
     if layout.pp > 1 and (layout.shard > 1 or min(layout.tp, layout.dp) > 1):
         text = f"pp = {layout.pp} is supported alone, beside tp and beside dp: write shard = 1, and tp = 1 or dp = 1"
@@ -142,7 +139,7 @@ def _trainer_problems(config: "Config") -> Iterator[Problem]:
     yield from deepspeed_problems(config)
 
 
-def deepspeed_problems(config: "Config") -> Iterator[Problem]:
+def deepspeed_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what DeepSpeed does not train, and a table that nothing reads."""
     training = config.training
     layout = config.training.layout
@@ -173,7 +170,7 @@ def deepspeed_problems(config: "Config") -> Iterator[Problem]:
             yield Problem(key, "", f'{text}, or engine = "torch"', ("training.engine",))
 
 
-def colocation_problems(config: "Config") -> Iterator[Problem]:
+def colocation_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what keeps the ranks of the trainer from sampling between their steps."""
     generation = config.generation
     training = config.training
@@ -209,7 +206,7 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
             yield Problem(key, "", f'{text}, or write generation.colocate = "none"', ("generation.colocate",))
 
 
-def _group_problems(config: "Config") -> Iterator[Problem]:
+def _group_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what keeps ranks of the trainer from sampling in groups."""
     generation = config.generation
     trained = config.training.layout
@@ -256,7 +253,7 @@ def _undivided(axis: str, trained: int, size: int) -> str:
     )
 
 
-def joinable(config: "Config") -> dict[str, int]:
+def joinable(config: Experiment) -> dict[str, int]:
     """Returns the services whose workers can run on any host as the config is, with how many. Trainer and critics
     need the run directory, so they are among them only where `fleet.joined` says so."""
     stay = set(ONE_REPLICA) - config.fleet.joined.keys()
@@ -266,7 +263,7 @@ def joinable(config: "Config") -> dict[str, int]:
     return {service: count for service, count in _replicas(config).items() if service not in stay}
 
 
-def _replicas(config: "Config") -> dict[str, int]:
+def _replicas(config: Experiment) -> dict[str, int]:
     """Returns the services of an experiment whose workers may join, with the number of their workers."""
     found = {"generation": config.generation.replicas, "reward": config.reward.replicas}
     if config.generation.colocate != "none":
@@ -285,16 +282,16 @@ def _replicas(config: "Config") -> dict[str, int]:
     return found
 
 
-def process_of(config: "Config", service: str) -> str:
+def process_of(config: Experiment, service: str) -> str:
     """Returns the service in whose processes a service runs: its own, or that of the trainer."""
     return "training" if service == "generation" and config.generation.colocate != "none" else service
 
 
-def pools_of(config: "Config") -> dict[str, DevicePool]:
+def pools_of(config: Experiment) -> dict[str, DevicePool]:
     return {name: section.pool(name) for name, section in config.pools.items()}
 
 
-def services_of(config: "Config") -> list[str]:
+def services_of(config: Experiment) -> list[str]:
     """Returns the services of the experiment, in the order in which they choose from a pool."""
     there = {
         "critic": config.algorithm.advantage == "gae",
@@ -307,14 +304,14 @@ def services_of(config: "Config") -> list[str]:
     return [name for name in (*COMPUTING, "environment", "evaluation") if there.get(name, True)]
 
 
-def pool_names(config: "Config") -> dict[str, str]:
+def pool_names(config: Experiment) -> dict[str, str]:
     """Returns the pool of each service of the experiment that names one. Evaluation is in generation's by default."""
     own = {name: getattr(config, name).pool for name in (*COMPUTING, "environment")}
     own["evaluation"] = config.evaluate.pool or config.generation.pool
     return {name: own[name] for name in services_of(config) if own[name]}
 
 
-def replicas_of(config: "Config", service: str) -> int:
+def replicas_of(config: Experiment, service: str) -> int:
     """Returns the replicas of a service; 0 where its work is done inside the trainer's ranks."""
     if service in ONE_REPLICA:
         return 1
@@ -323,7 +320,7 @@ def replicas_of(config: "Config", service: str) -> int:
     return int(getattr(config, "evaluate" if service == "evaluation" else service).replicas)
 
 
-def demands(config: "Config") -> list[Demand]:
+def demands(config: Experiment) -> list[Demand]:
     """Returns what each service with a pool asks of it."""
     found = []
     for name, pool in pool_names(config).items():
@@ -333,7 +330,7 @@ def demands(config: "Config") -> list[Demand]:
     return found
 
 
-def assignment(config: "Config") -> Assignment:
+def assignment(config: Experiment) -> Assignment:
     """Returns the devices of all workers with a pool. Raises ConfigError for a pool that does not fit."""
     return assign(pools_of(config), demands(config))
 
@@ -343,7 +340,7 @@ def pool_key(service: str) -> str:
     return "evaluate.pool" if service == "evaluation" else f"{service}.pool"
 
 
-def pool_problems(config: "Config") -> Iterator[Problem]:
+def pool_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what is wrong about pools: those that do not exist or are too small, and hosts whose workers do not
     join."""
     pools = pools_of(config)
@@ -366,7 +363,7 @@ def pool_problems(config: "Config") -> Iterator[Problem]:
         yield Problem("pools", "", f"no service runs in pool {name!r}: remove it", is_warning=True)
 
 
-def place_services(config: "Config") -> None:
+def place_services(config: Experiment) -> None:
     """Sets the device of each section whose service is in a pool to that of its first worker. Workers that have others
     read them in their specification. Leaves a config alone whose pools `pool_problems` refuses."""
     try:
@@ -430,7 +427,7 @@ class Placement:
     pooled: Assignment
 
     @classmethod
-    def of(cls, config: "Config") -> "Placement":
+    def of(cls, config: Experiment) -> "Placement":
         """Raises ConfigError for a pool that does not fit."""
         pooled = assignment(config)
         ranks = {name: rank_layout(layout) for name, layout in layouts(config).items()}
@@ -465,7 +462,7 @@ class Placement:
                 yield from crossings(service, self.layouts[service], hosts)
 
 
-def device_of(config: "Config", service: str, number: int = 0, ranks: int = 1) -> Device:
+def device_of(config: Experiment, service: str, number: int = 0, ranks: int = 1) -> Device:
     """Returns the device of a worker as its section names it, with a number. Ranks on "cuda" take one GPU each."""
     section = getattr(config, "generation" if service == "evaluation" else service)
     if service in config.scorers and not section.model:

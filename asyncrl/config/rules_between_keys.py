@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from math import isclose
-from typing import TYPE_CHECKING
 
+from asyncrl.config.experiment import Experiment, RewardConfig
 from asyncrl.config.placement import colocation_problems, joining_problems, layout_problems, pool_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.section_rules import (
@@ -31,9 +31,6 @@ from asyncrl.config.sections.algorithm_config import (
 from asyncrl.config.toml_writer import value_text
 from asyncrl.protocols.staleness import POLICIES
 
-if TYPE_CHECKING:
-    from asyncrl.config.schema import Config, RewardConfig
-
 ROW_RATIOS = ("gspo", "gmpo")
 """Losses with one ratio a sequence, the mean over its tokens."""
 TRIED_REJECTIONS = {("rejection_low", "geometric"): 0.9, ("rejection_high", "geometric"): 1.11}
@@ -41,7 +38,7 @@ TRIED_DIVERGENCE = 0.05
 """Bounds of the rejections in docs/learning.md; those on a divergence are in nats."""
 
 
-def rule_problems(config: "Config") -> Iterator[Problem]:
+def rule_problems(config: Experiment) -> Iterator[Problem]:
     """Yields every contradiction, every key that a chosen part needs and lacks, and warnings about unread values."""
     a = config.algorithm
     if not config.name or "/" in config.name:
@@ -65,7 +62,7 @@ def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
     return Problem(key, "", " ".join(text.split()), tuple(others), is_warning)
 
 
-def _group_rules(config: "Config") -> Iterator[Problem]:
+def _group_rules(config: Experiment) -> Iterator[Problem]:
     members = config.task.samples_per_prompt
     cut_at = config.staleness.cut_at
     a = config.algorithm
@@ -136,7 +133,7 @@ def _advantage_rules(a: AlgorithmConfig) -> Iterator[Problem]:
         yield _wrong("algorithm.kl_target algorithm.kl_in algorithm.advantage", text)
 
 
-def _cost_rules(config: "Config") -> Iterator[Problem]:
+def _cost_rules(config: Experiment) -> Iterator[Problem]:
     a = config.algorithm
     cost = config.cost
     if a.constraint == "none":
@@ -161,7 +158,7 @@ def _cost_rules(config: "Config") -> Iterator[Problem]:
         yield _wrong("algorithm.shuffle_advantages algorithm.constraint", text)
 
 
-def _pretraining_rules(config: "Config") -> Iterator[Problem]:
+def _pretraining_rules(config: Experiment) -> Iterator[Problem]:
     task = config.task
     updates = config.training.updates
     is_learnt = config.algorithm.pretrain_coefficient > 0
@@ -196,7 +193,7 @@ def _loss_rules(a: AlgorithmConfig) -> Iterator[Problem]:
         yield _wrong("algorithm.kl_in algorithm.kl_estimator", text)
 
 
-def _step_rules(config: "Config") -> Iterator[Problem]:
+def _step_rules(config: Experiment) -> Iterator[Problem]:
     training = config.training
     batch = config.task.prompts_per_step * config.task.samples_per_prompt
     if batch == 1 and config.algorithm.advantage == "batch":
@@ -212,7 +209,7 @@ def _step_rules(config: "Config") -> Iterator[Problem]:
     yield from layout_problems(config, batch)
 
 
-def _scored_weight_rules(config: "Config", name: str, section: "RewardConfig") -> Iterator[Problem]:
+def _scored_weight_rules(config: Experiment, name: str, section: RewardConfig) -> Iterator[Problem]:
     """Checks the weights of a section's functions and model. A cost may have negative weights only."""
     parts = {"functions": section.functions, "weight": section.model}
     keys = " ".join(f"{name}.{part}" for part, given in parts.items() if given)
@@ -228,7 +225,7 @@ def _scored_weight_rules(config: "Config", name: str, section: "RewardConfig") -
         yield _wrong(keys, text)
 
 
-def _term_rules(config: "Config", name: str, section: "RewardConfig") -> Iterator[Problem]:
+def _term_rules(config: Experiment, name: str, section: RewardConfig) -> Iterator[Problem]:
     names = [*section.terms, *(["overlong"] if config.algorithm.overlong and name == "reward" else [])]
     for twice in sorted({each for each in names if names.count(each) > 1}):
         text = f"two functions are called {twice!r}; give each its own `name`, because metrics carry it"
@@ -240,7 +237,7 @@ def _term_rules(config: "Config", name: str, section: "RewardConfig") -> Iterato
         yield _wrong(f"{name}.functions algorithm.advantage", text)
 
 
-def _deadline_rules(config: "Config") -> Iterator[Problem]:
+def _deadline_rules(config: Experiment) -> Iterator[Problem]:
     limit = config.fleet.call_deadline
     deadlines = {f"{name}.deadline": section.deadline for name, section in config.scorers.items()}
     if config.environment.use:
@@ -255,7 +252,7 @@ LARGEST_FULL_LIMIT = 2
 """Limit up to which runs lose nothing by samples that are drawn as far ahead as it allows."""
 
 
-def _environment_rules(config: "Config") -> Iterator[Problem]:
+def _environment_rules(config: Experiment) -> Iterator[Problem]:
     section = config.environment
     turn = config.generation.max_new_tokens
     if not section.use:
@@ -271,7 +268,7 @@ def _environment_rules(config: "Config") -> Iterator[Problem]:
         yield _wrong("environment.max_tokens generation.max_new_tokens", text)
 
 
-def _unread_values(config: "Config") -> Iterator[Problem]:
+def _unread_values(config: Experiment) -> Iterator[Problem]:
     staleness = config.staleness
     mismatch = config.mismatch
     a = config.algorithm
@@ -351,7 +348,7 @@ def _removed_parts(a: AlgorithmConfig) -> Iterator[Problem]:
         yield _wrong("algorithm.dual_clip algorithm.preset", text)
 
 
-def _unread_bounds(config: "Config") -> Iterator[Problem]:
+def _unread_bounds(config: Experiment) -> Iterator[Problem]:
     """Finds bounds without a reader, and bounds of a ratio that is always 1."""
     a = config.algorithm
     fields = type(a).model_fields
@@ -384,7 +381,7 @@ def _inherited_bounds(a: AlgorithmConfig) -> Iterator[Problem]:
         yield _wrong("algorithm.preset algorithm.loss", text)
 
 
-def _unread_sections(config: "Config") -> Iterator[Problem]:
+def _unread_sections(config: Experiment) -> Iterator[Problem]:
     """Finds keys of critics, costs and models that do not exist. Costs are refused: they say what not to learn."""
     a = config.algorithm
     if a.advantage != "gae" and (given := _given(config, "critic")):
@@ -399,7 +396,7 @@ def _unread_sections(config: "Config") -> Iterator[Problem]:
             yield _wrong(f"{name}.weight {name}.model", text, is_warning=True)
 
 
-def _given(config: "Config", section: str) -> str:
+def _given(config: Experiment, section: str) -> str:
     """Returns the keys of a section that are not at their defaults, separated by spaces."""
     return " ".join(f"{section}.{key}" for key in sorted(getattr(config, section).model_dump(exclude_defaults=True)))
 

@@ -4,20 +4,16 @@ import importlib.metadata
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from asyncrl.config.experiment import Experiment
 from asyncrl.config.placement import ONE_REPLICA, PlacedWorker, Placement, layouts
 from asyncrl.config.problems import Problem
-from asyncrl.config.sections.evaluate_config import EvaluateConfig
+from asyncrl.config.sections.evaluate_config import EvaluateConfig, HeldOutSet
 from asyncrl.config.sections.training_config import OPTIMIZERS, SHARDED, option_mistakes, rate_mistake
 from asyncrl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from asyncrl.config.schema import Config
-    from asyncrl.config.sections.evaluate_config import HeldOutSet
 
-
-def model_problems(config: "Config") -> Iterator[Problem]:
+def model_problems(config: Experiment) -> Iterator[Problem]:
     """Yields warnings about values that nothing reads, and about what adapters do not change."""
     model = config.model
     critic = config.algorithm.advantage == "gae"
@@ -34,7 +30,7 @@ def model_problems(config: "Config") -> Iterator[Problem]:
     yield from _unread_reference_keys(config)
 
 
-def _unread_reference_keys(config: "Config") -> Iterator[Problem]:
+def _unread_reference_keys(config: Experiment) -> Iterator[Problem]:
     """Yields a warning for each key of a reference service that is not started."""
     if config.reference_by_service:
         return
@@ -47,7 +43,7 @@ def _unread_reference_keys(config: "Config") -> Iterator[Problem]:
         yield Problem(f"reference.{key}", "", text, (other,), is_warning=True)
 
 
-def replay_problems(config: "Config") -> Iterator[Problem]:
+def replay_problems(config: Experiment) -> Iterator[Problem]:
     """Yields why the experts that training replays would not be recorded."""
     key = "training.router_replay"
     generation = config.generation
@@ -65,7 +61,7 @@ def replay_problems(config: "Config") -> Iterator[Problem]:
         yield Problem(key, "", text, ("generation.stored_samples",))
 
 
-def unread_devices(config: "Config") -> Iterator[Problem]:
+def unread_devices(config: Experiment) -> Iterator[Problem]:
     """Yields a warning for each device on which nothing would compute."""
     for name, section in config.scorers.items():
         if section.device != "cpu" and not section.model and not section.pool:
@@ -73,7 +69,7 @@ def unread_devices(config: "Config") -> Iterator[Problem]:
             yield Problem(f"{name}.device", "", text, (f"{name}.model",), is_warning=True)
 
 
-def optimizer_problems(config: "Config") -> Iterator[Problem]:
+def optimizer_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what is wrong with the optimizer, and warnings about values that it does not read."""
     training = config.training
     name = training.optimizer
@@ -93,7 +89,7 @@ def optimizer_problems(config: "Config") -> Iterator[Problem]:
     yield from _package_problems(config)
 
 
-def _rate_problems(config: "Config") -> Iterator[Problem]:
+def _rate_problems(config: Experiment) -> Iterator[Problem]:
     """Yields a problem for each learning rate, of the policy and of critics, that breaks a model."""
     training = config.training
     reaction = config.guards.learning_rate
@@ -108,7 +104,7 @@ def _rate_problems(config: "Config") -> Iterator[Problem]:
             yield Problem(f"{name}.learning_rate", "", text, others, is_warning=reaction == "warn")
 
 
-def _package_problems(config: "Config") -> Iterator[Problem]:
+def _package_problems(config: Experiment) -> Iterator[Problem]:
     """Yields a problem of an optimizer that the installed version of its package does not have, or not for CPUs."""
     kind = OPTIMIZERS[config.training.optimizer]
     package = kind.module.partition(".")[0]
@@ -122,7 +118,7 @@ def _package_problems(config: "Config") -> Iterator[Problem]:
             yield Problem("training.optimizer", "", text)
 
 
-def weights_problems(config: "Config") -> Iterator[Problem]:
+def weights_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what is wrong with the section, and warnings about values that nothing reads."""
     section = config.weights
     if config.generation.engine == "vllm" and section.transport not in ("auto", "shm"):
@@ -140,7 +136,7 @@ def weights_problems(config: "Config") -> Iterator[Problem]:
         yield Problem("weights.folder", "", text, ("weights.transport",), is_warning=True)
 
 
-def _device_problems(config: "Config") -> Iterator[Problem]:
+def _device_problems(config: Experiment) -> Iterator[Problem]:
     """Yields a problem when a named transport cannot work between the devices of the trainer and of all that read its
     weights."""
     named = config.weights.transport
@@ -182,7 +178,7 @@ def _found(trainer: PlacedWorker, reader: PlacedWorker) -> str:
     return f"training is on {one}, {who} on {other}"
 
 
-def lockstep_problems(config: "Config") -> Iterator[Problem]:
+def lockstep_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what training and sampling in lockstep does not fit."""
     if config.staleness.admission != "lockstep":
         return
@@ -194,7 +190,7 @@ def lockstep_problems(config: "Config") -> Iterator[Problem]:
         yield Problem("staleness.admission", "", text, ("acting.env",))
 
 
-def acting_problems(config: "Config") -> Iterator[Problem]:
+def acting_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what contradicts a policy that acts, and warnings about values that nothing reads without one."""
     settings = config.acting
     if not settings.env:
@@ -220,7 +216,7 @@ def acting_problems(config: "Config") -> Iterator[Problem]:
     yield from _without_language(config)
 
 
-def _without_language(config: "Config") -> Iterator[Problem]:
+def _without_language(config: Experiment) -> Iterator[Problem]:
     """Yields what only samples of text have."""
     chosen = {
         "reward.functions": config.reward.functions,
@@ -260,7 +256,7 @@ SHARE_OF_CALL = 0.9
 """Share of fleet.call_deadline that a sample may wait for a person; the rest is for scoring it."""
 
 
-def stored_sample_problems(config: "Config") -> Iterator[Problem]:
+def stored_sample_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what stored samples cannot stand in for."""
     key = "generation.stored_samples"
     if not config.generation.stored_samples:
@@ -275,7 +271,7 @@ def stored_sample_problems(config: "Config") -> Iterator[Problem]:
         yield Problem(key, "", text, ("algorithm.advantage",))
 
 
-def feedback_problems(config: "Config") -> Iterator[Problem]:
+def feedback_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what is wrong with the section, and warnings about it."""
     section = config.feedback
     if not section.asks:
@@ -302,12 +298,12 @@ def feedback_problems(config: "Config") -> Iterator[Problem]:
         yield Problem("feedback.host", "", text, is_warning=True)
 
 
-def _rates_held_out(config: "Config") -> bool:
+def _rates_held_out(config: Experiment) -> bool:
     """Returns whether held-out answers are scored as those of training are."""
     return any(not each.functions for each in config.evaluate.held_out)
 
 
-def telemetry_problems(config: "Config") -> Iterator[Problem]:
+def telemetry_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what is wrong with the address of metrics, and warns of one that others can listen to."""
     section = config.telemetry
     for key in ("wandb_project", "wandb_tags") if "wandb" not in section.sinks else ():
@@ -338,7 +334,7 @@ def telemetry_problems(config: "Config") -> Iterator[Problem]:
             yield Problem("telemetry.prometheus", "", text, is_warning=True)
 
 
-def held_out_problems(config: "Config") -> Iterator[Problem]:
+def held_out_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what is wrong with held-out sets, and with the metric that a best checkpoint is chosen by."""
     evaluate = config.evaluate
     metric = config.training.keep_best.removeprefix("-")
@@ -363,7 +359,7 @@ def held_out_problems(config: "Config") -> Iterator[Problem]:
     yield from _best_of_pass_rates(config)
 
 
-def _best_of_pass_rates(config: "Config") -> Iterator[Problem]:
+def _best_of_pass_rates(config: Experiment) -> Iterator[Problem]:
     """Yields that the best checkpoint is chosen by a pass@k that no evaluation measures."""
     found = PASS_AT.fullmatch(config.training.keep_best.removeprefix("-").removeprefix("eval/"))
     for each in config.evaluate.held_out if found else ():
@@ -376,7 +372,7 @@ def _best_of_pass_rates(config: "Config") -> Iterator[Problem]:
             yield Problem("training.keep_best", "", text, ("evaluate.samples",))
 
 
-def _scored_alone(config: "Config", held_out: "HeldOutSet") -> Iterator[Problem]:
+def _scored_alone(config: Experiment, held_out: HeldOutSet) -> Iterator[Problem]:
     """Yields a warning where functions compare the samples of a group, and a group of this set has one."""
     found = held_out.functions or [each for section in config.scorers.values() for each in section.functions]
     grouped = [each.term for each in found if each.group]
@@ -390,7 +386,7 @@ def _scored_alone(config: "Config", held_out: "HeldOutSet") -> Iterator[Problem]
     yield Problem("evaluate.sets" if held_out.name else "evaluate.samples", "", text, is_warning=True)
 
 
-def _pick_problems(config: "Config") -> Iterator[Problem]:
+def _pick_problems(config: Experiment) -> Iterator[Problem]:
     if config.feedback.ask != "pick":
         return
     if config.algorithm.advantage == "greedy":

@@ -3,20 +3,17 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
 from asyncrl.config.sections.secret import Secret
 from asyncrl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from asyncrl.config.schema import Config
-
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def dump(config: "Config", notes: Mapping[str, str] | None = None) -> str:
+def dump(config: BaseModel, notes: Mapping[str, str] | None = None) -> str:
     """Writes every key of `config` that is not None, so that reading gives an equal config. notes: comments by key."""
     values = config.model_dump(mode="json")
     tables = {"": {key: value for key, value in values.items() if not isinstance(value, dict)}}

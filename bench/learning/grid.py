@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.bench.measurements import differences
 from asyncrl.config.sections.algorithm_config import PRESETS
 from asyncrl.config.sources.layers import file_layer
-from asyncrl.config.sources.packaged_experiments import experiment_text
+from asyncrl.experiments import experiment_text
 
 Values = Mapping[str, Any]
 Line = Mapping[str, Any]

@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from asyncrl.bench.learning.grid import SYNCHRONOUS, Candidate, Case, Claim, Grid, Line, Results, Table
 from asyncrl.bench.measurements import LOADED, differences, recovered_share, upper_bound
-from asyncrl.config.sources.packaged_experiments import experiments
+from asyncrl.experiments import experiments
 
 # Gathers the results of the learning grid into cells, the runs of one row at one limit, from which pages are made.
 

@@ -34,9 +34,9 @@ from asyncrl.config.sources.layers import (
     merged_tables,
     values_layer,
 )
-from asyncrl.config.sources.packaged_experiments import SUFFIX, experiment_text, experiments
 from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
+from asyncrl.experiments import SUFFIX, experiment_text, experiments
 
 # Says what is wrong with the values of a config: makes a problem with key, place and advice of each pydantic error.
 

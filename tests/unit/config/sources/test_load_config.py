@@ -7,8 +7,8 @@ import pytest
 
 from asyncrl.config.sections.secret import Secret
 from asyncrl.config.sources import Loaded, load
-from asyncrl.config.sources.packaged_experiments import experiments
 from asyncrl.errors import ConfigError
+from asyncrl.experiments import experiments
 
 Loader = Callable[..., Loaded]
 
@@ -267,7 +267,7 @@ def test_a_misspelled_environment_variable_gets_the_closest(name: str, says: str
 
 def test_an_unknown_experiment_names_the_closest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quickstart.toml").write_text("# Learns to count.\n" + GOOD)
-    monkeypatch.setattr("asyncrl.config.sources.packaged_experiments.files", lambda _: tmp_path)
+    monkeypatch.setattr("asyncrl.experiments.files", lambda _: tmp_path)
     assert experiments() == {"quickstart": "Learns to count."}
     assert load("quickstart", environ={}).config.name == "quickstart"
     with pytest.raises(ConfigError, match="did you mean quickstart"):
