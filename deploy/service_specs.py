@@ -103,8 +103,9 @@ def _devices(spec: ServiceSpec, places: Sequence[tuple[DevicePlace, ...]]) -> li
 
 
 def generation_spec(config: Config, name: str, **fields: Any) -> ServiceSpec:
-    """Returns the spec of a generation service. vLLM starts threads as it is imported, so its workers are spawned."""
-    origin: Origin = "spawn" if config.generation.engine == "vllm" else "torch"
+    """Returns the spec of a generation service. Other engines than our own start threads as they are imported, so their
+    workers are spawned."""
+    origin: Origin = "torch" if config.generation.engine_facts.is_own else "spawn"
     return ServiceSpec(name, Generation, "asyncrl.services.generation:GenerationService", origin=origin, **fields)
 
 

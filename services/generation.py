@@ -115,6 +115,9 @@ SHOWN_OF_EPISODES = ("transcript", "turn_rewards", SPANS)
 
 COUNTERS = ("samples", "tokens", "aborted", "running", "waiting", "cache_used", "preemptions")
 
+OTHER_ENGINES = {"vllm": VllmGeneration}
+"""Engines that are not asyncrl's own, by the values of `generation.engine`."""
+
 CompletionQueue = asyncio.Queue[Completion]
 OwnEngine = TorchGeneration | FollowingGeneration
 """An engine that samples with weights of the trainer's rank in this process."""
@@ -268,8 +271,8 @@ class GenerationService(Service, Generation):
 
     @property
     def unprofiled_because(self) -> str:
-        vllm = self.context.config.generation.engine == "vllm"
-        return "vLLM computes in processes of its own" if vllm else super().unprofiled_because
+        engine = self.context.config.generation.engine_facts
+        return super().unprofiled_because if engine.is_own else f"{engine.title} computes in processes of its own"
 
     async def pause(self) -> Boundary:
         return Boundary(STEP, await self._engine.pause())
@@ -401,8 +404,8 @@ class GenerationService(Service, Generation):
 
     async def _open_engine(self) -> GenerationEngine:
         """Loads the engine of the experiment. An evaluation copies its weights, because it holds no lease."""
-        if self.context.config.generation.engine == "vllm":
-            return await VllmGeneration.open(self.context)
+        if (other := OTHER_ENGINES.get(self.context.config.generation.engine)) is not None:
+            return await other.open(self.context)
         if self.context.config.generation.stored_samples and not self._evaluates:
             return await TorchGeneration.open(self.context, copies=False, engine=StoredSampleEngine)
         if self.context.spec.layout.size > 1:

@@ -10,6 +10,7 @@ from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, Positiv
 from asyncrl.config.sections.device_pools import PoolConfig
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.evaluate_config import RewardFunction as RewardFunction
+from asyncrl.config.sections.generation_engines import ENGINE_MEANING, ENGINES, Engine, EngineName
 from asyncrl.config.sections.runtime_config import ChildrenConfig, FeedbackConfig, TelemetryConfig
 from asyncrl.config.sections.runtime_config import FleetConfig as FleetConfig
 from asyncrl.config.sections.secret import Options
@@ -38,8 +39,7 @@ def _no_halves(value: object) -> object:
 class GenerationConfig(Section):
     """Sampling of answers."""
 
-    engine: Literal["torch", "vllm"] = "torch"
-    """Engine that samples: asyncrl's own, or vLLM."""
+    engine: Annotated[EngineName, Field(description=ENGINE_MEANING)] = "torch"
     vllm: Options = Field(default={})
     """Further arguments of vLLM's AsyncEngineArgs, such as { enforce_eager = false }."""
     layout_tp: Positive = 1
@@ -83,6 +83,11 @@ class GenerationConfig(Section):
     """Parquet file of samples to train on (`asyncrl samples RUN_DIR --parquet FILE`)."""
     deadline: PositiveFloat = 600.0
     """Seconds of the engine for one sample, queueing left out, which is then cut off (finish reason `length`)."""
+
+    @property
+    def engine_facts(self) -> Engine:
+        """Returns what the engine can do."""
+        return ENGINES[self.engine]
 
 
 MODEL_TERM = "model"

@@ -41,7 +41,6 @@ ENCODER_FILES = {
 }
 """SHA-256 digests of the files of that model."""
 GGUF_READERS = ("gguf", "accelerate")
-VLLM_SCRIPT = "scripts/set-up-vllm"
 """Script of a checkout that makes an environment with vLLM for CPUs, whose packages are others than asyncrl's."""
 Requirement = tuple[str, str, str, str]
 """A key, its value, a module that this value needs, and the command that installs the module."""
@@ -164,8 +163,8 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
     if config.telemetry.prometheus:
         for module in ("prometheus_client", "uvicorn"):
             yield ("telemetry.prometheus", config.telemetry.prometheus, module, install_extra("prometheus"))
-    if config.generation.engine == "vllm":
-        yield ("generation.engine", "vllm", "vllm", _install_vllm())
+    if package := config.generation.engine_facts.package:
+        yield ("generation.engine", config.generation.engine, package, _install_engine(package))
     if (kind := config.environment.use.partition(":")[0]) in ("gymnasium", "mcp", "textarena"):
         yield ("environment.use", config.environment.use, kind, install_extra("environments"))
     elif kind == "agent":
@@ -224,13 +223,15 @@ def _cuda_extra() -> str:
     return "cu12"
 
 
-def _install_vllm() -> str:
-    """Returns the command that installs vLLM: for CPUs, into an environment of its own, where this is a checkout."""
+def _install_engine(package: str) -> str:
+    """Returns the command that installs an engine: for CPUs, into an environment of its own, where this is a checkout
+    with a script for it."""
     checkout = _checkout()
-    if checkout is None or not (checkout / VLLM_SCRIPT).is_file():
-        return pip_install("vllm")
-    environment = _short(checkout / ".venvs/vllm/bin/asyncrl")
-    return f"{_short(checkout / VLLM_SCRIPT)}, then {environment} in place of this command"
+    script = f"scripts/set-up-{package}"
+    if checkout is None or not (checkout / script).is_file():
+        return pip_install(package)
+    environment = _short(checkout / f".venvs/{package}/bin/asyncrl")
+    return f"{_short(checkout / script)}, then {environment} in place of this command"
 
 
 def _of_model(name: str) -> Iterator[Requirement]:

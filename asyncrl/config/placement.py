@@ -60,8 +60,10 @@ def joining_problems(config: Experiment) -> Iterator[Problem]:
     if fleet.joined and fleet.wire != "tcp":
         text = 'workers that join reach the others over a network: write fleet.wire = "tcp"'
         yield Problem("fleet.wire", "", text, ("fleet.joined",))
-    if not {"training", "generation", "evaluation"}.isdisjoint(fleet.joined) and config.generation.engine == "vllm":
-        text = "vLLM takes new weights from the shared memory of the trainer's host: neither of the two can join yet"
+    engine = config.generation.engine_facts
+    if not {"training", "generation", "evaluation"}.isdisjoint(fleet.joined) and not engine.reads("tcp"):
+        where = "from the shared memory of the trainer's host"
+        text = f"{engine.title} takes new weights {where}: neither of the two can join yet"
         yield Problem("fleet.joined", "", text, ("generation.engine",))
     if "reward" in fleet.joined and config.feedback.asks:
         text = "the reward worker serves the page on which people rate, on the host of the controller: it cannot join"
@@ -173,6 +175,7 @@ def deepspeed_problems(config: Experiment) -> Iterator[Problem]:
 def colocation_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what keeps the ranks of the trainer from sampling between their steps."""
     generation = config.generation
+    engine = generation.engine_facts
     training = config.training
     fleet = config.fleet
     yield from _group_problems(config)
@@ -182,7 +185,7 @@ def colocation_problems(config: Experiment) -> Iterator[Problem]:
     spread = training.layout.size > 1 and training.device == "cuda" and not training.pool
     for key, is_wrong, text in (
         ("staleness.limit", config.staleness.limit > 0, "a rank that trains does not sample: write limit = 0"),
-        ("generation.engine", generation.engine == "vllm", 'vLLM has processes of its own: write engine = "torch"'),
+        ("generation.engine", not engine.is_own, f'{engine.title} has processes of its own: write engine = "torch"'),
         ("generation.replicas", generation.replicas > 1, "ranks of the trainer are the replicas: write replicas = 1"),
         (
             "generation.layout_tp",
@@ -214,13 +217,13 @@ def _group_problems(config: Experiment) -> Iterator[Problem]:
         return
     ones = ", ".join(f"{axis} = 1" for axis in chosen.shared_out)
     one = f"or write generation.layout = {{ {ones} }}"
-    vllm = generation.engine == "vllm"
+    other = "" if generation.engine_facts.is_own else f" and layout_tp for {generation.engine_facts.title}"
     apart = "ranks of the trainer sample together, which"
     rules = [
         (
             "generation.colocate",
             generation.colocate != "training",
-            f'{apart} needs colocate = "training": write that, {one}{" and layout_tp for vLLM" if vllm else ""}',
+            f'{apart} needs colocate = "training": write that, {one}{other}',
         ),
         *(
             ("training.layout", bool(text), text)
@@ -257,7 +260,7 @@ def joinable(config: Experiment) -> dict[str, int]:
     """Returns the services whose workers can run on any host as the config is, with how many. Trainer and critics
     need the run directory, so they are among them only where `fleet.joined` says so."""
     stay = set(ONE_REPLICA) - config.fleet.joined.keys()
-    stay |= {"generation", "evaluation"} if config.generation.engine == "vllm" else set()
+    stay |= set() if config.generation.engine_facts.reads("tcp") else {"generation", "evaluation"}
     stay |= {"reward"} if config.feedback.asks else set()
     stay |= {service for service, layout in layouts(config).items() if service not in ONE_REPLICA and layout.size > 1}
     return {service: count for service, count in _replicas(config).items() if service not in stay}

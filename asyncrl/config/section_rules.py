@@ -52,7 +52,7 @@ def replay_problems(config: Experiment) -> Iterator[Problem]:
         yield Problem("reference.router_replay", "", text, (key,))
     if not config.training.router_replay:
         return
-    if generation.engine == "vllm":
+    if not generation.engine_facts.is_own:
         yield Problem(
             key, "", 'the torch engine records experts: write generation.engine = "torch"', ("generation.engine",)
         )
@@ -121,8 +121,10 @@ def _package_problems(config: Experiment) -> Iterator[Problem]:
 def weights_problems(config: Experiment) -> Iterator[Problem]:
     """Yields what is wrong with the section, and warnings about values that nothing reads."""
     section = config.weights
-    if config.generation.engine == "vllm" and section.transport not in ("auto", "shm"):
-        text = 'vLLM reads new weights from the shared memory of its host: write "auto" or "shm"'
+    engine = config.generation.engine_facts
+    if not engine.reads(section.transport):
+        ways = " or ".join(f'"{each}"' for each in engine.transports)
+        text = f"{engine.title} reads new weights from the shared memory of its host: write {ways}"
         yield Problem("weights.transport", "", text, ("generation.engine",))
     if section.codec != "dense" and section.transport not in ("auto", "tcp"):
         text = 'only weights that cross a network are encoded: remove it, or write weights.transport = "tcp"'
@@ -227,7 +229,7 @@ def _without_language(config: Experiment) -> Iterator[Problem]:
         "evaluate.sets": config.evaluate.sets,
         "model.lora": config.model.lora,
         "task.pretrain": config.task.pretrain,
-        "generation.engine": config.generation.engine != "torch",
+        "generation.engine": not config.generation.engine_facts.is_own,
     }
     for key, value in chosen.items():
         if value:
@@ -261,8 +263,8 @@ def stored_sample_problems(config: Experiment) -> Iterator[Problem]:
     key = "generation.stored_samples"
     if not config.generation.stored_samples:
         return
-    if config.generation.engine == "vllm":
-        text = 'vLLM samples; stored samples need generation.engine = "torch"'
+    if not config.generation.engine_facts.is_own:
+        text = f'{config.generation.engine_facts.title} samples; stored samples need generation.engine = "torch"'
         yield Problem(key, "", text, ("generation.engine",))
     if config.environment.use:
         yield Problem(key, "", "episodes cannot be trained again from a file: remove one", ("environment.use",))

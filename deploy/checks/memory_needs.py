@@ -230,7 +230,7 @@ def _offloaded(config: Config, shape: Shape, placement: Placement) -> list[Memor
 
 def generation_need(config: Config, shape: Shape, lengths: RowLengths, name: str, replicas: int) -> MemoryNeed:
     """Estimates workers that sample."""
-    if config.generation.engine == "vllm":
+    if not config.generation.engine_facts.is_own:
         return _vllm(config, shape, name, replicas)
     generation = config.generation
     engine = EngineMemory(config, shape, lengths)

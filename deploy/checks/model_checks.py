@@ -247,7 +247,7 @@ def transport_problems(config: Config) -> Iterator[Problem]:
 
 def cache_problems(config: Config, model: str) -> Iterator[Problem]:
     """Yields a problem when `generation.cache_gb` is too small for the torch engine."""
-    if config.generation.engine != "torch" or (shape := shape_of(model)) is None:
+    if not config.generation.engine_facts.is_own or (shape := shape_of(model)) is None:
         return
     block = KV_BLOCK * shape.cache_bytes_per_token * ITEM_BYTES[config.model.dtype] // FLOAT
     layout = config.generation.layout  # Ranks that sample together share out heads and layers.

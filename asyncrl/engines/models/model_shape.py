@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from asyncrl.config.sections.generation_engines import ENGINES
 from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.models.model_families import REPLAYED, RecordShape, can_pack
 from asyncrl.engines.models.model_preparation import sees_pictures
 from asyncrl.engines.models.prompt_pictures import WITH_PICTURES
-from asyncrl.engines.models.warmed_model_cache import EYES, HEADS, HEADS_FOR_VLLM
+from asyncrl.engines.models.warmed_model_cache import EYES
 from asyncrl.protocols.distribute_collect import even_parts
 
 # The numbers of a model's encoder of pictures that decide how much memory it takes; without torch.
@@ -230,7 +231,7 @@ def described(model: str, engine: str = "torch") -> dict[str, Any] | None:
     if model in PACKAGED:
         return SMOLLM2
     if model.startswith("warmed:"):
-        heads = HEADS_FOR_VLLM if engine == "vllm" else HEADS
+        heads = ENGINES[engine].heads
         eyes = {"model_type": WITH_PICTURES[0], "vision_config": EYES} if sees_pictures(model) else {}
         return _tied(101, 96, 3, 256, heads=heads, kv_heads=heads) | eyes
     try:

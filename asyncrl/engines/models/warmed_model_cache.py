@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from asyncrl.config.sections.generation_engines import ENGINES
 from asyncrl.engines.models.model_folder import sync_to_disk
 from asyncrl.tasks.builtin.words import Demonstrations
 
@@ -32,9 +33,8 @@ CONTEXT = 256
 """Positions of a tiny model; each character is a token."""
 BATCH = 64
 """Demonstrations of one optimizer step."""
-HEADS = 4
-HEADS_FOR_VLLM = 3
-"""Heads of a model, of 24 and 32 numbers; vLLM has no attention of less than 32 on CPUs."""
+HEADS = ENGINES["torch"].heads
+"""Heads of a model, each of 24 numbers."""
 PATCH = 4
 MERGE = 2
 """Width of a patch of a picture in pixels, and patches of a token in width and in height."""

@@ -101,7 +101,7 @@ def test_the_doctor_works_without_most_of_the_install(tmp_path: Path) -> None:
         "for name in ('pydantic', 'rich', 'numpy', 'zmq', 'msgpack', 'structlog'): sys.modules[name] = None\n"
         "from asyncrl.deploy.checks import machine\n"
         "machine.torch_check = lambda: machine.Check('import torch', 'ok', '')\n"
-        "from asyncrl.deploy.commands.checking import doctor\n"
+        "from asyncrl.deploy.commands import doctor\n"
         "doctor.fork_check = lambda: machine.Check('forked workers', 'ok', '')\n"
         "from asyncrl.deploy.cli import main\n"
         f"sys.exit(main(['doctor', {str(experiment)!r}]))"
