@@ -63,7 +63,7 @@ HEARTBEAT = 10.0
 
 def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunState) -> RunFacts:
     """Names a new start of the run and returns what its workers share."""
-    folder = config.weights.folder if transport_of(config).name == "file" else None
+    folder = config.weights.folder if transport_of(config).facts.in_folder else None
     start = new_start(directory, folder)
     keys = CurveKeys.fresh()
     return RunFacts(
@@ -97,7 +97,7 @@ async def run_fleet(
         options["reward"] = {**options.get("reward", {}), **address.options}
         request.display.say(f"answers wait for your rating at {address.url}")
     async with AsyncExitStack() as scope:
-        if transport_of(config).name == "file":  # Workers that were killed left theirs.
+        if transport_of(config).facts.in_folder:  # Workers that were killed left theirs.
             folder = folder_of_start(config.weights.folder, facts.run_dir, facts.run)
             scope.callback(shutil.rmtree, folder, ignore_errors=True)
         launcher = None

@@ -34,7 +34,7 @@ from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.data.row_file import READY_ROWS, write_rows
 from asyncrl.lanes.data.row_reader import RowPrefetch, run_for_rows
 from asyncrl.lanes.weights.leases import Leases, UpdatePermit, slot_of
-from asyncrl.lanes.weights.transports.transport_ends import WeightSender, listens, open_sender
+from asyncrl.lanes.weights.transports.transport_ends import WeightSender, open_sender
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
@@ -353,7 +353,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         folder = folder_of_start(context.config.weights.folder, context.facts.run_dir, context.facts.run)
         ends = context.facts.weights_arena, self._engine.weights_spec, partial(weight_network, context), folder
         try:
-            if listens(chosen.name):
+            if chosen.facts.listens:
                 return open_sender(chosen.name, *ends)  # Listens on the event loop.
             return await context.compute.run(open_sender, chosen.name, *ends)
         except ArenaFull as full:

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlparse
 
 from asyncrl.config.named_files import is_of_gymnasium
 from asyncrl.config.problems import Problem
+from asyncrl.protocols.weight_transports import TRANSPORTS
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -210,9 +211,9 @@ def _of_training(config: "Config") -> Iterator[Requirement]:
     if optimizer == "adamw8bit" and "training" not in joined:
         yield ("training.optimizer", optimizer, "bitsandbytes", install_extra("bitsandbytes"))
     ends = ["training", "generation", *(["evaluation"] if config.evaluate.is_on else [])]
-    is_missing = named == "cuda_ipc" or (named == "nccl" and find_spec("nccl") is None)
-    if is_missing and any(end not in joined for end in ends):
-        yield ("weights.transport", named, "cupy", install_extra(_cuda_extra()))
+    *others, usual = TRANSPORTS[named].packages or [""]
+    if usual and not any(map(find_spec, others)) and any(end not in joined for end in ends):
+        yield ("weights.transport", named, usual, install_extra(_cuda_extra()))
 
 
 def _cuda_extra() -> str:

@@ -11,6 +11,7 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.sections.evaluate_config import EvaluateConfig, HeldOutSet
 from asyncrl.config.sections.training_config import OPTIMIZERS, SHARDED, option_mistakes, rate_mistake
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.weight_transports import TRANSPORTS
 
 
 def model_problems(config: Experiment) -> Iterator[Problem]:
@@ -126,14 +127,15 @@ def weights_problems(config: Experiment) -> Iterator[Problem]:
         ways = " or ".join(f'"{each}"' for each in engine.transports)
         text = f"{engine.title} reads new weights from the shared memory of its host: write {ways}"
         yield Problem("weights.transport", "", text, ("generation.engine",))
-    if section.codec != "dense" and section.transport not in ("auto", "tcp"):
+    transport = TRANSPORTS[section.transport]
+    if section.codec != "dense" and not transport.encodes:
         text = 'only weights that cross a network are encoded: remove it, or write weights.transport = "tcp"'
         yield Problem("weights.codec", "", text, ("weights.transport",), is_warning=True)
     if section.codec in ("bfloat16", "float16") and config.model.dtype == "bfloat16":
         text = "weights of bfloat16 have as few bytes already: remove it"
         yield Problem("weights.codec", "", text, ("model.dtype",), is_warning=True)
     yield from _device_problems(config)
-    if section.folder and section.transport != "file":
+    if section.folder and not transport.in_folder:
         text = 'nothing reads it: remove it, or write weights.transport = "file"'
         yield Problem("weights.folder", "", text, ("weights.transport",), is_warning=True)
 
@@ -142,6 +144,7 @@ def _device_problems(config: Experiment) -> Iterator[Problem]:
     """Yields a problem when a named transport cannot work between the devices of the trainer and of all that read its
     weights."""
     named = config.weights.transport
+    transport = TRANSPORTS[named]
     keys = tuple(f"{name}.{'pool' if getattr(config, name).pool else 'device'}" for name in ("training", "generation"))
     try:
         placement = Placement.of(config)
@@ -153,22 +156,23 @@ def _device_problems(config: Experiment) -> Iterator[Problem]:
     apart = [each for each in placement.readers if each not in sharing]
     on_cpu, on_gpu = ([each for each in readers if each.on_gpu == is_on] for is_on in (False, True))
     text = ""
-    if named in ("nccl", "cuda_ipc") and (on_cpu or not trainer.on_gpu):
+    if transport.on == "gpu" and (on_cpu or not trainer.on_gpu):
         found = _found(trainer, (on_cpu or readers)[0])
         text = f'"{named}" moves weights between GPUs, but {found}: write "auto", or "gloo" for its twin on CPUs'
-    elif named == "nccl" and sharing:
+    elif transport.same_device is False and sharing:
         found = _found(trainer, sharing[0])
         other = "auto" if apart else "cuda_ipc"
-        text = f'{found}, and NCCL wants one GPU for each of its ranks: write "{other}", or give them different devices'
-    elif named == "cuda_ipc" and apart:
+        found = f"{found}, and {named.upper()} wants one GPU for each of its ranks"
+        text = f'{found}: write "{other}", or give them different devices'
+    elif transport.same_device and apart:
         found = _found(trainer, apart[0])
         other = "auto" if sharing else "nccl"
-        text = f'{found}, and "cuda_ipc" reads memory of one GPU: write "{other}", or give them one device'
-    elif named == "gloo" and (on_gpu or trainer.on_gpu):
-        text = f'"gloo" moves weights between CPUs, but {_found(trainer, (on_gpu or readers)[0])}: write "auto"'
+        text = f'{found}, and "{named}" reads memory of one GPU: write "{other}", or give them one device'
+    elif transport.on == "cpu" and (on_gpu or trainer.on_gpu):
+        text = f'"{named}" moves weights between CPUs, but {_found(trainer, (on_gpu or readers)[0])}: write "auto"'
     if text:
         yield Problem("weights.transport", "", text, keys)
-    if named == "cuda_ipc" and config.fleet.wire == "inproc":
+    if transport.same_device and config.fleet.wire == "inproc":
         text = 'a process cannot open CUDA memory of its own: write "auto", or another fleet.wire'
         yield Problem("weights.transport", "", text, ("fleet.wire",))
 

@@ -6,6 +6,7 @@ from asyncrl.config.placement import PlacedWorker, Placement
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.host_id import HostId
+from asyncrl.protocols.weight_transports import TRANSPORTS, Transport
 
 # The choice of a transport of weights from where its two ends are.
 
@@ -30,6 +31,10 @@ class TransportChoice:
     name: str
     reason: str
 
+    @property
+    def facts(self) -> Transport:
+        return TRANSPORTS[self.name]
+
 
 def choose_transport(
     named: str, trainer: WorkerPlace, generator: WorkerPlace, *, in_process: bool = False
@@ -39,7 +44,7 @@ def choose_transport(
     Raises ConfigError for memory that is shared between hosts.
     """
     same_host = trainer.host == generator.host
-    if named in ("shm", "cuda_ipc") and not same_host:
+    if TRANSPORTS[named].same_host and not same_host:
         raise ConfigError(f'weights.transport = "{named}": trainer and generation are on different hosts; write "auto"')
     if in_process and named in ("auto", "shm"):
         return TransportChoice("inproc", "all workers are one process")

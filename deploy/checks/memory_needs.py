@@ -42,7 +42,6 @@ from asyncrl.engines.models.prompt_pictures import picture_columns
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
 from asyncrl.lanes.host_id import HostId
-from asyncrl.lanes.weights.leases import BUFFERS, SLOTS
 from asyncrl.protocols.batch import (
     Columns,
     episode_columns,
@@ -52,6 +51,7 @@ from asyncrl.protocols.batch import (
     token_reward_columns,
     value_columns,
 )
+from asyncrl.protocols.weight_transports import SLOTS
 from asyncrl.rewards.execution.scoring import stores_token_rewards
 
 PROCESS_BYTES = 300 * 2**20
@@ -59,8 +59,6 @@ PLAIN_BYTES = 110 * 2**20
 """A process with torch and transformers loaded; one without, with the two processes that run functions."""
 GPU_PROCESS_BYTES = 500 * 2**20
 """CUDA takes so much of a GPU's memory for each process; a process of vLLM counts as much."""
-ON_DEVICE = ("nccl", "cuda_ipc")
-"""Transports whose versions of the weights are in the memory of a GPU."""
 
 OFFLOADED = "offloaded moments"
 OFFERED = "copies of weights"
@@ -172,20 +170,20 @@ def version_bytes(config: Config, shape: Shape) -> int:
 def _copies_of_weights(config: Config, shape: Shape, placement: Placement) -> Iterator[MemoryNeed]:
     """Yields the needs of versions of the weights where generation does not read them in place: those that the trainer
     offers, and those that each reader has taken over, on the host or GPU of each."""
-    transport = transport_of(config).name
+    chosen = transport_of(config)
+    transport = chosen.facts
     size = version_bytes(config, shape)
-    if transport in ("shm", "inproc") or not placement.readers:
+    if not transport.offered or not placement.readers:
         return
-    offered = {"file": 1, "cuda_ipc": SLOTS}.get(transport, BUFFERS)
-    taken = {} if transport == "cuda_ipc" else dict.fromkeys(placement.readers, SLOTS * size)
-    is_on_gpu = transport in ON_DEVICE
-    why = f"weights.transport is {transport}"
+    offered = transport.offered
+    taken = dict.fromkeys(placement.readers, transport.taken * size) if transport.taken else {}
+    why = f"weights.transport is {chosen.name}"
     for name, held, doc in (
         (OFFERED, {placement.trainer: offered * size}, f"{offered} versions that the trainer offers: {why}"),
-        (TAKEN, taken, f"{SLOTS} versions at each worker that reads them: {why}"),
+        (TAKEN, taken, f"{transport.taken} versions at each worker that reads them: {why}"),
     ):
         if held:
-            device = config.training.device if is_on_gpu else "cpu"
+            device = config.training.device if transport.on == "gpu" else "cpu"
             yield MemoryNeed(name, sum(held.values()), sum(held.values()), doc, device, held=held)
 
 
@@ -480,7 +478,7 @@ def shared_memory(
     """Returns what a run takes of shared memory. longest_token: bytes of text. lengths: of prompts, by default the most
     that the config allows."""
     lengths = lengths or RowLengths.allowed(config)
-    is_shared = transport_of(config).name == "shm" and config.publishes_weights
+    is_shared = transport_of(config).facts.in_shm and config.publishes_weights
     weights = SLOTS * version_bytes(config, shape) if is_shared else 0
     if config.fleet.wire != "ipc":
         return SharedMemoryNeed(weights, 0, 0)

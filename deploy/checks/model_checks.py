@@ -231,13 +231,13 @@ def transport_problems(config: Config) -> Iterator[Problem]:
     section = config.weights
     try:
         chosen = transport_of(config)
-        if chosen.name == "file" and section.folder:
+        if chosen.facts.in_folder and section.folder:
             try_folder(Path(section.folder).absolute())
     except ConfigError as error:
         key = "weights.folder" if str(error).startswith("weights.folder") else "weights.transport"
         yield Problem.of_error(error, key)
         return
-    if section.codec != "dense" and section.transport == "auto" and chosen.name != "tcp":
+    if section.codec != "dense" and section.transport == "auto" and not chosen.facts.encodes:
         text = (
             f'nothing is encoded: transport "{chosen.name}" was chosen, because {chosen.reason}; remove it, or write '
             'weights.transport = "tcp"'

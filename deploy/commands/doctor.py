@@ -154,7 +154,7 @@ def _weights_check(config: "Config") -> Check:
     if not config.publishes_weights:
         return Check("weights", "ok", "the trainer's ranks sample, and nothing is published")
     chosen = transport_of(config)
-    coded = f", codec {config.weights.codec}" if chosen.name == "tcp" else ""
+    coded = f", codec {config.weights.codec}" if chosen.facts.encodes else ""
     return Check("weights", "ok", f"transport {chosen.name}{coded}: {chosen.reason}")
 
 

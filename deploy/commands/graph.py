@@ -15,17 +15,6 @@ usage: asyncrl graph NAME|FILE [--section.key value ...]
 {__doc__}
 A `*` marks each key of the algorithm whose value is not that of its preset. Nothing is started."""
 
-SLOTS = "two slots: the trainer writes version v+1 beside v, which generation reads"
-WEIGHTS = {
-    "inproc": SLOTS,
-    "shm": SLOTS,
-    "tcp": "encrypted parts, which generation pulls beside version v",
-    "gloo": "parts over gloo, one pair of ranks for each worker, which receives beside version v",
-    "nccl": "parts over NCCL, one pair of ranks for each worker, which receives beside version v",
-    "cuda_ipc": "two slots on the GPU: the trainer writes version v+1 beside v, which generation reads",
-    "file": "safetensors in a folder, which generation copies beside version v",
-}
-"""The way of new weights by transport."""
 INSIDE = "the ranks of the trainer sample between two steps, with weights that they gather from each other"
 """The way of new weights with `generation.colocate`."""
 
@@ -76,15 +65,15 @@ def _weight_lines(config: "Config") -> Iterator[str]:
     chosen = transport_of(config)
     colocate = config.generation.colocate
     if colocate == "none":
-        yield f"weights    {WEIGHTS[chosen.name]}; it flips between two decode steps"
+        yield f"weights    {chosen.facts.way}; it flips between two decode steps"
     else:
         yield f"weights    {INSIDE}"
     if not config.publishes_weights:
         yield "transport  none: nothing is published"
         return
     if colocate != "none":
-        yield f"evaluation {WEIGHTS[chosen.name].replace('generation', 'evaluation')}"
-    coded = f"; codec {config.weights.codec}" if chosen.name == "tcp" else ""
+        yield f"evaluation {chosen.facts.way.replace('generation', 'evaluation')}"
+    coded = f"; codec {config.weights.codec}" if chosen.facts.encodes else ""
     yield f"transport  {chosen.name}: {chosen.reason}{coded}"
 
 

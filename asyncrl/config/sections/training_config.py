@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from asyncrl.config.sections.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.weight_transports import TRANSPORT_MEANING, TransportName
 
 # The sections `[model]`, the policy, and `[weights]`, the way of its new weights to generation.
 
@@ -64,9 +65,7 @@ class ModelConfig(Section):
 class WeightsConfig(Section):
     """The way of new weights from the trainer to the generation workers."""
 
-    transport: Literal["auto", "shm", "tcp", "file", "gloo", "nccl", "cuda_ipc"] = "auto"
-    """Transport of new weights. auto: shared memory on one host, else a network. shm, and cuda_ipc on one GPU: read in
-    place. tcp: encrypted. file: safetensors in `folder`. nccl between GPUs, gloo on CPUs: not encrypted."""
+    transport: Annotated[TransportName, Field(description=TRANSPORT_MEANING)] = "auto"
     codec: Literal["dense", "sparse", "bfloat16", "float16", "fp8"] = "dense"
     """Encoding of weights on a network. sparse: what changed, exactly. bfloat16, float16: half of float32. fp8: some 60
     % fewer bytes than bfloat16, an error of some 3 %."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.shared_memory import SHARED_SCHEME, Segment
-from asyncrl.lanes.weights.leases import SLOTS, Fetched, Leases, slot_of
+from asyncrl.lanes.weights.leases import Fetched, Leases, slot_of
 from asyncrl.lanes.weights.slot_memory import (
     WeightsSpec,
     check_digest,
@@ -29,6 +29,7 @@ from asyncrl.lanes.weights.slot_memory import (
     with_aliases,
 )
 from asyncrl.protocols.messages import Published
+from asyncrl.protocols.weight_transports import SLOTS
 
 MAGIC = b"ARLWGHT1"
 HEADER = 4096  # one page, so that slots begin page-aligned

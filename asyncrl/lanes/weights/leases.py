@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from asyncrl.errors import Refused
 from asyncrl.protocols.messages import Published
+from asyncrl.protocols.weight_transports import SLOTS
 
 # The report of a receiver about one version.
 
@@ -22,9 +23,6 @@ class Fetched(NamedTuple):
 #
 # Version v is stored in slot v mod 2. The trainer writes v + 1 while readers read v. A reader sends `using(v)` when it
 # reads nothing but v. A killed reader holds nothing once its process was waited for and `detach` was called for it.
-
-
-SLOTS = 2
 
 
 def slot_of(version: int) -> int:
@@ -90,10 +88,6 @@ def must_flip(current: Published | None, offered: Published) -> bool:
 
 
 # Leases of readers that copy a version: they hold nothing, so the trainer waits for none of them.
-
-
-BUFFERS = 3
-"""Versions that a trainer holds for a network: the newest, one that is pulled, and one that is written."""
 
 
 class CopiedVersions(Leases):

@@ -18,7 +18,7 @@ from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError, Wi
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.lanes.weights.leases import BUFFERS, CopiedVersions, Fetched, Leases, slot_of
+from asyncrl.lanes.weights.leases import CopiedVersions, Fetched, Leases, slot_of
 from asyncrl.lanes.weights.slot_memory import (
     block_digest,
     block_views,
@@ -40,6 +40,7 @@ from asyncrl.lanes.weights.transports.communicator import (
 )
 from asyncrl.lanes.weights.transports.held_version import ChunkPlan, SlotPart, in_thread, transfer_seconds
 from asyncrl.protocols.messages import Call, Hello, Published
+from asyncrl.protocols.weight_transports import BUFFERS
 
 # Groups of parts that cross a pair at once, the same on both sides, with their deadlines.
 

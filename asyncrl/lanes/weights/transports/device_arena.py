@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from asyncrl.errors import ConfigError, PeerLost, WeightsError
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.arena import BEING_WRITTEN, HEADER, STAMP, Reader
-from asyncrl.lanes.weights.leases import SLOTS, Fetched, Leases, slot_of
+from asyncrl.lanes.weights.leases import Fetched, Leases, slot_of
 from asyncrl.lanes.weights.slot_memory import (
     WeightsSpec,
     block_digest,
@@ -30,6 +30,7 @@ from asyncrl.lanes.weights.slot_memory import (
     with_aliases,
 )
 from asyncrl.protocols.messages import Published
+from asyncrl.protocols.weight_transports import SLOTS
 
 # The boundary to CUDA: everything above it runs in tests without a device.
 

@@ -30,6 +30,7 @@ from asyncrl.lanes.weights.transports.nccl import NcclBackend, nccl_library
 from asyncrl.lanes.weights.transports.weight_files import FILE_SCHEME, FileReceiver, FileSender
 from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver, StreamSender
 from asyncrl.protocols.messages import Hello, Published
+from asyncrl.protocols.weight_transports import TRANSPORTS
 
 # The two ends of any transport of weights, as a trainer and an engine see them.
 #
@@ -78,7 +79,7 @@ class WeightReceiver(Protocol):
 
 
 NETWORK = "tcp://"
-PAIRS = ("gloo", "nccl")
+PAIRS = tuple(name for name, each in TRANSPORTS.items() if each.needs_ranks)
 """Transports over pairs of ranks. Their addresses are `gloo+` and the address of a control wire."""
 
 
@@ -135,9 +136,9 @@ Network = Callable[[], WeightNetwork]
 
 
 def open_sender(transport: str, arena_name: str, spec: WeightsSpec, network: Network, folder: Path) -> WeightSender:
-    """Opens the trainer's end, on the event loop for those that `listens` names. transport: "inproc", "shm", "tcp",
-    "gloo", "nccl", "cuda_ipc" or "file". arena_name: of shared memory. folder: for files. Raises ArenaFull when there
-    is too little memory for two slots, MemoryError when a device has too little."""
+    """Opens the trainer's end, on the event loop for transports that listen. transport: as TRANSPORTS has them but
+    "auto". arena_name: of shared memory. folder: for files. Raises ArenaFull when there is too little memory for two
+    slots, MemoryError when a device has too little."""
     if transport == "tcp":
         return network().sender(spec)
     if transport in PAIRS:
@@ -147,11 +148,6 @@ def open_sender(transport: str, arena_name: str, spec: WeightsSpec, network: Net
     if transport == "file":
         return FileSender(folder, spec)
     return open_writer(arena_name, spec, "inproc" if transport == "inproc" else "ipc")
-
-
-def listens(transport: str) -> bool:
-    """Returns whether the trainer's end answers calls, and so is opened on the event loop."""
-    return transport == "tcp" or transport in PAIRS
 
 
 def open_receiver(published: Published, spec: WeightsSpec, network: Network, device: str) -> WeightReceiver:

@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncrl.errors import FleetFailed, PeerLost, Refused, WeightsError, errno_in
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import Segment
-from asyncrl.lanes.weights.leases import SLOTS, CopiedVersions, Fetched, Leases, slot_of
+from asyncrl.lanes.weights.leases import CopiedVersions, Fetched, Leases, slot_of
 from asyncrl.lanes.weights.slot_memory import (
     WeightsSpec,
     check_digest,
@@ -29,6 +29,7 @@ from asyncrl.lanes.weights.slot_memory import (
 from asyncrl.lanes.weights.transports.held_version import in_thread, transfer_seconds
 from asyncrl.lanes.weights.version_folder import make_folder
 from asyncrl.protocols.messages import Published
+from asyncrl.protocols.weight_transports import SLOTS
 
 FILE_SCHEME = "file://"
 NAME = "weights"

@@ -23,11 +23,12 @@ from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.chunk_codec import LOSSY, EncodedChunk, WireCodec, decode_chunk
-from asyncrl.lanes.weights.leases import BUFFERS, SLOTS, CopiedVersions, Fetched, Leases, slot_of
+from asyncrl.lanes.weights.leases import CopiedVersions, Fetched, Leases, slot_of
 from asyncrl.lanes.weights.plan.routes_of_parts import CHILDREN, parent
 from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, fill, views, with_aliases
 from asyncrl.lanes.weights.transports.held_version import ChunkPlan, HeldVersion, in_thread
 from asyncrl.protocols.messages import Call, Hello, Published
+from asyncrl.protocols.weight_transports import BUFFERS, SLOTS
 
 # Answers receivers that pull versions of the weights: at the trainer, and at every receiver for those below it.
 #

@@ -25,13 +25,14 @@ from asyncrl.lanes.weights.transports.nccl import NcclBackend
 from asyncrl.lanes.weights.transports.transport_ends import WeightNetwork, WeightReceiver, open_receiver, open_sender
 from asyncrl.lanes.weights.transports.weight_files import FileSender
 from asyncrl.lanes.weights.transports.weight_stream import StreamSender
+from asyncrl.protocols import weight_transports
 from asyncrl.protocols.messages import PROTOCOL, Hello, Published
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 from tests.unit.lanes.weights.transports.faults import FaultyBackend, TwinNccl
 
-PAIRS = ("gloo", "nccl")
-TRANSPORTS = ("inproc", "shm", "tcp", "file", "cuda_ipc", *PAIRS)
-COPYING = ("tcp", "file", *PAIRS)
+PAIRS = tuple(name for name, each in weight_transports.TRANSPORTS.items() if each.needs_ranks)
+TRANSPORTS = tuple(name for name in weight_transports.TRANSPORTS if name != "auto")
+COPYING = tuple(name for name, each in weight_transports.TRANSPORTS.items() if each.taken)
 SHAPES = {"model.embed_tokens.weight": (700, 64), "model.layers.0.mlp.up_proj.weight": (900, 700), "norm.weight": (7,)}
 INCARNATION = 3
 LIMIT = 20.0

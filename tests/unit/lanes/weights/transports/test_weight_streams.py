@@ -13,11 +13,11 @@ from torch import Tensor
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.lanes.weights.chunk_codec import EncodedChunk, WireCodec, encode_chunk
-from asyncrl.lanes.weights.leases import BUFFERS
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.lanes.weights.transports import held_version, weight_stream
 from asyncrl.lanes.weights.transports.held_version import ChunkPlan, HeldVersion
 from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver, StreamSender
+from asyncrl.protocols.weight_transports import BUFFERS
 from asyncrl.simulation import virtual_loop
 from tests.unit.lanes.weights.transports.sites import INCARNATION, SHAPES, hello, take, weights
 
