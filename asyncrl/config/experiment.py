@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from asyncrl.config.sections.algorithm_config import AlgorithmConfig as AlgorithmConfig
-from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.config.sections.algorithm_config import MayChange, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.sections.device_pools import PoolConfig
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.evaluate_config import RewardFunction as RewardFunction
@@ -42,16 +42,16 @@ class GenerationConfig(Section):
     engine: Annotated[EngineName, Field(description=ENGINE_MEANING)] = "torch"
     vllm: Options = Field(default={})
     """Further arguments of vLLM's AsyncEngineArgs, such as { enforce_eager = false }."""
-    layout_tp: Positive = 1
+    layout_tp: MayChange[Positive] = 1
     """Processes that share each layer of one replica of vLLM."""
-    replicas: Positive = 1
+    replicas: MayChange[Positive] = 1
     """Number of generation workers."""
-    colocate: Annotated[Literal["none", "training"], BeforeValidator(_no_halves)] = "none"
+    colocate: MayChange[Annotated[Literal["none", "training"], BeforeValidator(_no_halves)]] = "none"
     """Processes that sample: generation workers (none), or the trainer's ranks between two steps (training), which
     needs staleness.limit = 0."""
-    layout: GenerationLayoutConfig = GenerationLayoutConfig()
+    layout: MayChange[GenerationLayoutConfig] = GenerationLayoutConfig()
     """Groups in which the trainer's ranks sample, by the table [generation.layout]."""
-    slots: Positive = 32
+    slots: MayChange[Positive] = 32
     """Number of sequences that one replica decodes together."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
@@ -68,20 +68,20 @@ class GenerationConfig(Section):
     """Strings that end an answer; rewards see the text before them."""
     kv: Literal["keep", "recompute"] = "keep"
     """Keys and values of running samples under new weights: kept, or computed again (recompute)."""
-    cache_gb: Annotated[float, Field(ge=0)] = 0.0
+    cache_gb: MayChange[Annotated[float, Field(ge=0)]] = 0.0
     """Most GB (10^9 bytes) of keys and values of a replica, which preempts samples; 0: all slots fit."""
-    prefill_tokens: Annotated[int, Field(ge=0)] = 0
+    prefill_tokens: MayChange[Annotated[int, Field(ge=0)]] = 0
     """Tokens of prompts in a step beside a full batch of samples; 0: 32 on a CPU, else 2048."""
     deterministic: bool = False
     """Makes samples independent of slots, neighbours and order of arrival, bit for bit. This is slower, and refused for
     models with experts."""
-    device: str = "cpu"
+    device: MayChange[str] = "cpu"
     """Device of the generation workers, such as cpu or cuda:0."""
-    pool: str = ""
+    pool: MayChange[str] = ""
     """Pool of these workers, in place of `device`."""
     stored_samples: str = ""
     """Parquet file of samples to train on (`asyncrl samples RUN_DIR --parquet FILE`)."""
-    deadline: PositiveFloat = 600.0
+    deadline: MayChange[PositiveFloat] = 600.0
     """Seconds of the engine for one sample, queueing left out, which is then cut off (finish reason `length`)."""
 
     @property
@@ -106,17 +106,17 @@ class RewardConfig(Section):
     """Form in which the model reads samples: tokens of the policy, or text, where `model` may be a name on the hub."""
     weight: float = 1.0
     """Factor of the model's score in the sum."""
-    device: str = "cpu"
+    device: MayChange[str] = "cpu"
     """Device of the model."""
-    pool: str = ""
+    pool: MayChange[str] = ""
     """Pool of these workers, in place of `device`."""
-    replicas: Positive = 1
+    replicas: MayChange[Positive] = 1
     """Number of workers that score, each with a copy of the model."""
-    layout: LayoutConfig = LayoutConfig()
+    layout: MayChange[LayoutConfig] = LayoutConfig()
     """Ranks of each replica of the model."""
-    workers: Positive = 1
+    workers: MayChange[Positive] = 1
     """Child processes of each replica for the functions."""
-    deadline: PositiveFloat = 10.0
+    deadline: MayChange[PositiveFloat] = 10.0
     """Seconds of one call of a function."""
     on_error: Literal["fail", "zero", "ignore"] = "fail"
     """Effect of a failure: the run ends (fail), it counts 0 (zero), or the sample leaves baseline and loss (ignore)."""
@@ -145,13 +145,13 @@ class CostConfig(RewardConfig):
 class ReferenceConfig(Section):
     """The frozen reference model of the KL term."""
 
-    device: str = "cpu"
+    device: MayChange[str] = "cpu"
     """Device of the reference model."""
-    pool: str = ""
+    pool: MayChange[str] = ""
     """Pool of these workers, in place of `device`."""
-    replicas: Positive = 1
+    replicas: MayChange[Positive] = 1
     """Number of reference workers."""
-    layout: LayoutConfig = LayoutConfig()
+    layout: MayChange[LayoutConfig] = LayoutConfig()
     """Ranks of each replica."""
     router_replay: bool = False
     """Uses the experts that generation chose, with training.router_replay."""
@@ -166,11 +166,11 @@ class CriticConfig(Section):
     """Learning rate of the critic; default: ten times training.learning_rate."""
     value_clip: Annotated[float, Field(ge=0)] = 0.2
     """Distance of a value from that at sampling time beyond which its gradient is clipped; 0: no clipping."""
-    device: str = "cpu"
+    device: MayChange[str] = "cpu"
     """Device of the critic."""
-    pool: str = ""
+    pool: MayChange[str] = ""
     """Pool of the critic, in place of `device`."""
-    layout: LayoutConfig = LayoutConfig()
+    layout: MayChange[LayoutConfig] = LayoutConfig()
     """Ranks of the critic."""
 
     def rate(self, policys: float) -> float:
@@ -191,7 +191,7 @@ class StalenessConfig(Section):
     admission: Literal["adaptive", "full", "lockstep"] = "full"
     """Samples drawn ahead of the trainer: as many as keep it busy (adaptive), as the limit allows (full), or one batch,
     which one version samples and the next trains (lockstep; limit = 1)."""
-    publish_deadline: PositiveFloat = 10.0
+    publish_deadline: MayChange[PositiveFloat] = 10.0
     """Seconds in which generation workers take over new weights; a slower one is started again."""
 
     @property
@@ -254,15 +254,15 @@ class GuardsConfig(Section):
 class Experiment(Section):
     """All keys of one experiment, each right by itself, and what follows of them; in a `Config` they fit together."""
 
-    name: str = "experiment"
+    name: MayChange[str] = "experiment"
     """Name of the experiment and its run directories; default: that of the file."""
     seed: int = 0
     """Seed of prompts, of sampling and of models made on the spot."""
-    steps: Positive = 100
+    steps: MayChange[Positive] = 100
     """Number of training steps."""
-    finish: Literal["abandon", "drain"] = "abandon"
+    finish: MayChange[Literal["abandon", "drain"]] = "abandon"
     """Treatment of samples in flight after the last step: dropped (abandon), or trained in more steps (drain)."""
-    pools: dict[str, PoolConfig] = Field(default={})
+    pools: MayChange[dict[str, PoolConfig]] = Field(default={})
     """Devices that services share, by name: { gpus = { devices = ["cuda:0", "cuda:1"], memory_gb = 40 } }."""
     model: ModelConfig
     task: TaskConfig
@@ -279,12 +279,12 @@ class Experiment(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     staleness: StalenessConfig = StalenessConfig()
     weights: WeightsConfig = WeightsConfig()
-    mismatch: MismatchConfig = MismatchConfig()
-    guards: GuardsConfig = GuardsConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
-    fleet: FleetConfig = FleetConfig()
-    children: ChildrenConfig = ChildrenConfig()
+    mismatch: MayChange[MismatchConfig] = MismatchConfig()
+    guards: MayChange[GuardsConfig] = GuardsConfig()
+    evaluate: MayChange[EvaluateConfig] = EvaluateConfig()
+    telemetry: MayChange[TelemetryConfig] = TelemetryConfig()
+    fleet: MayChange[FleetConfig] = FleetConfig()
+    children: MayChange[ChildrenConfig] = ChildrenConfig()
 
     @property
     def response_tokens(self) -> int:

@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +25,13 @@ DEFAULT_BOUNDS: Mapping[str, Mapping[str, float]] = {
     "mask": {"weight_floor": 0.5, "weight_cap": 5.0},
 }
 """Default bounds of the weight, by `correction`."""
+
+
+Value = TypeVar("Value")
+CHANGEABLE = "a resume may change it"
+MayChange: TypeAlias = Annotated[Value, CHANGEABLE]
+"""Marks a key or a section that changes place, speed, length or output of a run, but not what a step learns: a resume
+may change it. Other keys may not."""
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from asyncrl.config.sections.algorithm_config import Positive, PositiveFloat, Section
+from asyncrl.config.sections.algorithm_config import MayChange, Positive, PositiveFloat, Section
 from asyncrl.config.sections.secret import Options
 
 IN_MEMORY = "python:rows"
@@ -86,7 +86,7 @@ class TaskConfig(Section):
     a column out."""
     options: Options = Field(default={})
     """Arguments of a procedural source, such as { max_terms = 3 }, or of datasets.load_dataset."""
-    epochs: Positive | None = None
+    epochs: MayChange[Positive | None] = None
     """Number of passes over the rows, in place of `steps`; rows of dropped groups count too."""
     shuffle: bool = True
     """Draws the rows of each epoch in another order."""
@@ -171,7 +171,7 @@ class EnvironmentConfig(Section):
     rendered anew (template), where a new context may begin and count towards max_tokens."""
     replicas: Positive = 1
     """Number of environment workers."""
-    pool: str = ""
+    pool: MayChange[str] = ""
     """Pool of these workers."""
     workers: Positive = 1
     """Child processes of each replica, which play many episodes each."""
@@ -196,13 +196,13 @@ class ActingConfig(Section):
     """Number of environments of each acting worker, and of samples in a group."""
     transitions: Positive = 32
     """Number of transitions of each environment in one sample; episodes go on in the next one."""
-    children: Positive = 1
+    children: MayChange[Positive] = 1
     """Number of child processes of each acting worker."""
-    feedback: Literal["synchronous", "asynchronous"] = "synchronous"
+    feedback: MayChange[Literal["synchronous", "asynchronous"]] = "synchronous"
     """Order of steps: in all environments of a worker once all have answered, or in each that has (asynchronous)."""
-    deadline: PositiveFloat = 10.0
+    deadline: MayChange[PositiveFloat] = 10.0
     """Seconds of `reset` or `step`, after which an environment loses its episode."""
-    failures: Positive = 100
+    failures: MayChange[Positive] = 100
     """Lost episodes of a worker in a row after which the run ends."""
     gamma: Share = 0.99
     """Discount of rewards per step of the environment."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from asyncrl.config.sections.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.config.sections.algorithm_config import Decay, MayChange, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.weight_transports import TRANSPORT_MEANING, TransportName
 
@@ -65,11 +65,11 @@ class ModelConfig(Section):
 class WeightsConfig(Section):
     """The way of new weights from the trainer to the generation workers."""
 
-    transport: Annotated[TransportName, Field(description=TRANSPORT_MEANING)] = "auto"
+    transport: MayChange[Annotated[TransportName, Field(description=TRANSPORT_MEANING)]] = "auto"
     codec: Literal["dense", "sparse", "bfloat16", "float16", "fp8"] = "dense"
     """Encoding of weights on a network. sparse: what changed, exactly. bfloat16, float16: half of float32. fp8: some 60
     % fewer bytes than bfloat16, an error of some 3 %."""
-    folder: str = ""
+    folder: MayChange[str] = ""
     """Folder for `transport = "file"`, which all hosts share; default: `weights` in the run directory."""
 
 
@@ -384,7 +384,7 @@ class TrainingConfig(Section):
     """Steps in which the learning rate rises from 0."""
     updates: Positive = 1
     """Optimizer steps in one training step, which split the batch."""
-    micro_batch_tokens: Positive = 8192
+    micro_batch_tokens: MayChange[Positive] = 8192
     """Most tokens in one forward and backward pass, unless one context is longer."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest norm of the gradient; larger ones are scaled down to it."""
@@ -398,29 +398,29 @@ class TrainingConfig(Section):
     """Decay rates of the first and second moment of optimizers that have two."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the trainer; bfloat16 is autocast over float32 weights."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: MayChange[bool] = False
     """Computes activations again in the backward pass."""
     router_replay: bool = False
     """Trains with the experts that generation chose for each token (torch engine)."""
-    logits_chunk: Positive = 1024
+    logits_chunk: MayChange[Positive] = 1024
     """Tokens whose logits exist at the same time."""
-    checkpoint_every: Annotated[int, Field(ge=0)] = 20
+    checkpoint_every: MayChange[Annotated[int, Field(ge=0)]] = 20
     """Steps between checkpoints; 0 writes only the first and the last one."""
     background_checkpoints: bool = True
     """Writes checkpoints while training goes on, from a copy in host memory (3 numbers a parameter with AdamW)."""
-    keep_checkpoints: Positive = 2
+    keep_checkpoints: MayChange[Positive] = 2
     """Number of checkpoints that are kept."""
-    keep_best: str = ""
+    keep_best: MayChange[str] = ""
     """Metric of which the best checkpoint is kept too, such as eval/reward/mean, or -eval/cost/mean for the lowest."""
-    device: str = "cpu"
+    device: MayChange[str] = "cpu"
     """Device of the trainer; `cuda` gives each of several ranks the GPU of its number."""
-    pool: str = ""
+    pool: MayChange[str] = ""
     """Pool of the trainer's ranks, in place of `device`."""
-    engine: Literal["torch", "deepspeed"] = "torch"
+    engine: MayChange[Literal["torch", "deepspeed"]] = "torch"
     """Program that computes steps: torch, or DeepSpeed's ZeRO over the ranks of layout.dp (extra `deepspeed`)."""
-    deepspeed: DeepspeedConfig = DeepspeedConfig()
+    deepspeed: MayChange[DeepspeedConfig] = DeepspeedConfig()
     """Shares of DeepSpeed's ranks, by the table [training.deepspeed]."""
-    layout: TrainingLayoutConfig = TrainingLayoutConfig()
+    layout: MayChange[TrainingLayoutConfig] = TrainingLayoutConfig()
     """Ranks of the trainer, by the table [training.layout]: {dp = 2}."""
 
     @property

@@ -7,43 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.named_files import without_paths
-from asyncrl.config.placement import COMPUTING
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.algorithm_config import Section
+from asyncrl.config.sections.algorithm_config import CHANGEABLE, Section
 from asyncrl.config.sections.secret import Secret
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read
 from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
 
-MAY_CHANGE = (
-    *(
-        "name",
-        "steps",
-        "task.epochs",
-        "finish",
-        "evaluate.",
-        "telemetry.",
-        "fleet.",
-        "children.",
-        "guards.",
-        "mismatch.",
-    ),
-    *("generation.replicas", "generation.layout_tp", "generation.slots", "generation.device", "generation.deadline"),
-    *("generation.cache_gb", "generation.prefill_tokens", "generation.colocate"),
-    "generation.layout",
-    *("pools", *(f"{service}.pool" for service in (*COMPUTING, "environment"))),
-    *("reference.device", "reference.replicas", "reference.layout"),
-    *("reward.replicas", "reward.workers", "reward.deadline", "reward.device", "reward.layout"),
-    *("cost.replicas", "cost.workers", "cost.deadline", "cost.device", "cost.layout"),
-    *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),
-    *("training.checkpoint_every", "training.keep_checkpoints", "training.keep_best", "training.layout"),
-    *("training.engine", "training.deepspeed"),
-    *("acting.children", "acting.feedback", "acting.deadline", "acting.failures"),
-    *("critic.device", "critic.layout", "cost_critic.device", "cost_critic.layout"),
-    *("staleness.publish_deadline", "weights.transport", "weights.folder"),
-)
-"""Keys (sections end with a dot) that change place, speed, length or output of a run, but not what a step learns."""
 EXACT_CODECS = {"dense", "sparse"}
 """Values of `weights.codec` with which generation gets the trainer's weights, unrounded."""
 NO_FILES: Mapping[str, Sequence[str]] = {}
@@ -81,8 +52,15 @@ def _same_weights(name: str, old: Any, new: Any) -> bool:
 def _why_not(name: str, new: Config) -> str:
     if name == "steps" and new.training.schedule != "constant":
         return f"the {new.training.schedule} learning rate depends on it"
-    harmless = any(name.startswith(may) if may.endswith(".") else name == may for may in MAY_CHANGE)
-    return "" if harmless else "it changes what the run learns"
+    return "" if may_change(name) else "it changes what the run learns"
+
+
+def may_change(name: str) -> bool:
+    """Returns whether the schema marks a key, or its section, as MayChange."""
+    section, _, key = name.partition(".")
+    outer = Config.model_fields.get(section)
+    inner = getattr(outer and outer.annotation, "model_fields", {}).get(key)
+    return any(CHANGEABLE in field.metadata for field in (outer, inner) if field is not None)
 
 
 def check_resume(
