@@ -1,24 +1,8 @@
 """Says who reads what a model wrote, and where: the table of SECURITY.md. `IN_SANDBOX` may evaluate it."""
 
-IN_SANDBOX = "sandbox for programs"
-CHILD = "child of asyncrl's own code"
-CONTAINED = "contained child"
+from asyncrl.rewards.templates import CHILD, IN_SANDBOX, READERS
 
-OF_TEMPLATES = {
-    "exact_match": ("Python's string methods", CHILD),
-    "regex_format": ("Python's `re`, with the pattern of the config", CHILD),
-    "numeric": ("asyncrl's number parser, on `re`", CHILD),
-    "length": ("Python's string methods", CHILD),
-    "repetition": ("Python's string methods", CHILD),
-    "environment": ("nobody: it sums numbers", CHILD),
-    "judge": ("`json`, to send it; the judge's own answer is read as JSON and by `re`", CHILD),
-    "math_verify": ("math-verify, latex2sympy2_extended, antlr4, sympy (evaluate)", IN_SANDBOX),
-    "reasoning_gym": ("reasoning-gym, sympy (evaluate)", IN_SANDBOX),
-    "compiles": ("Python's compiler", IN_SANDBOX),
-    "lint": ("Python's compiler, `ast`, `symtable`, `tokenize`", IN_SANDBOX),
-    "passes_tests": ("Python, which runs it", IN_SANDBOX),
-}
-"""Templates of rewards, with the packages that parse an answer. Those for programs find the code in it by `re`."""
+CONTAINED = "contained child"
 OF_ENVIRONMENTS = {
     "calculator": ("asyncrl's parsers of calls, on `re` and `json`; its arithmetic is its own", CHILD),
     "dialogue": ("Python's string methods", CHILD),
@@ -46,7 +30,7 @@ ELSEWHERE = {
 def table() -> str:
     """Returns the table as Markdown."""
     rows = {
-        **{f"reward `{name}`": row for name, row in OF_TEMPLATES.items()},
+        **{f"reward `{name}`": READERS[name] for name in sorted(READERS)},
         **{f"environment `{name}`": row for name, row in OF_ENVIRONMENTS.items()},
         **ELSEWHERE,
     }

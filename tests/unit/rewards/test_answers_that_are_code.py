@@ -17,7 +17,7 @@ from asyncrl.rewards import text_readers
 from asyncrl.rewards.execution.function_call import attempt
 from asyncrl.rewards.functions import OF_PACKAGES, FunctionSpec, load
 from asyncrl.rewards.sample import RowError, Sample
-from asyncrl.rewards.templates import CODE_TEMPLATES, SCORES, TEMPLATES
+from asyncrl.rewards.templates import CODE_TEMPLATES, IN_SANDBOX, READERS, SCORES, TEMPLATES
 
 EVALUATING = (
     *("spiral_matrix", "string_insertion", "binary_matrix", "n_queens", "countdown", "puzzle24"),
@@ -247,9 +247,9 @@ def test_reads_without_containment_too() -> None:
 
 
 def test_the_table_of_who_reads_an_answer_is_whole() -> None:
-    assert set(text_readers.OF_TEMPLATES) == set(TEMPLATES)
+    assert set(READERS) == set(TEMPLATES)
     assert set(text_readers.OF_ENVIRONMENTS) == {*BUILTIN, *ADAPTERS}
-    assert {name for name, (_, where) in text_readers.OF_TEMPLATES.items() if where == text_readers.IN_SANDBOX} == {
+    assert {name for name, (_, where) in READERS.items() if where == IN_SANDBOX} == {
         *CODE_TEMPLATES,
         *OF_PACKAGES,
     }
