@@ -4,7 +4,7 @@
 `corrections` chooses the old policy and the weight of each loss term.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -119,6 +119,45 @@ def kept_ratio_loss(log_ratio: Tensor, advantages: Tensor, kept: Tensor) -> Surr
     """Computes -r A for the kept tokens, bool [tokens], and 0 for the others. Source: M2PO (arXiv 2510.01161)."""
     ratio = log_ratio.exp()
     return SurrogateLoss(torch.where(kept, -ratio * advantages, 0.0), ratio.detach(), ~kept)
+
+
+class LossInputs(NamedTuple):
+    """Holds what losses read; tensors are [tokens]. current: log-probs with gradient. behaviour: those of the policy
+    that sampled. clip: bounds below and above. second_moment: bound of the squared log ratios of this update (M2PO)."""
+
+    log_ratio: Tensor
+    current: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    ragged: Ragged
+    clip: tuple[float, float]
+    dual_clip: float | None
+    gate_temperatures: tuple[float, float] | None
+    second_moment: float
+
+
+def _kept_ratio(given: LossInputs) -> SurrogateLoss:
+    moved = (given.current - given.behaviour).detach()  # Unbounded, as those that `second_moment` was found from.
+    kept = ~pushed_away(moved, given.advantages) | (moved.double().square() <= given.second_moment)
+    return kept_ratio_loss(given.log_ratio, given.advantages, kept)
+
+
+def _soft_gate(given: LossInputs) -> SurrogateLoss:
+    assert given.gate_temperatures is not None, "the config requires them with sapo"
+    return soft_gate_loss(given.log_ratio, given.advantages, *given.gate_temperatures)
+
+
+LOSSES: Mapping[str, Callable[[LossInputs], SurrogateLoss]] = {
+    "clip": lambda given: clipped_loss(given.log_ratio, given.advantages, *given.clip, given.dual_clip),
+    "gspo": lambda given: clipped_loss(
+        sequence_log_ratio(given.log_ratio, given.ragged), given.advantages, *given.clip
+    ),
+    "cispo": lambda given: clipped_weight_loss(given.log_ratio, given.current, given.advantages, *given.clip),
+    "gmpo": lambda given: geometric_mean_loss(given.log_ratio, given.advantages, given.ragged, *given.clip),
+    "m2po": _kept_ratio,
+    "sapo": _soft_gate,
+}
+"""Losses by the values of `algorithm.loss`."""
 
 
 def pushed_away(log_ratio: Tensor, advantages: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from asyncrl.objectives.advantages import (
 )
 from asyncrl.objectives.corrections import effective_sample_share
 from asyncrl.objectives.kl import kl_loss, kl_to_go
-from asyncrl.objectives.losses import SurrogateLoss, pushed_away
+from asyncrl.objectives.losses import LOSSES, LossInputs, pushed_away
 from asyncrl.objectives.ragged import Ragged
 
 # Token advantages: GAE from a critic's values, the KL penalty in the reward, and costs under a multiplier.
@@ -149,7 +149,18 @@ def policy_loss_terms(
     log_weight = proximal - batch.behaviour
     old = batch.behaviour if algorithm.old_logprobs == "engine" else proximal
     weight = _correction_weight(algorithm, log_weight, batch)
-    surrogate = _surrogate_loss(algorithm, second_moment, losses.log_ratio(current, old), current, batch)
+    inputs = LossInputs(
+        losses.log_ratio(current, old),
+        current,
+        batch.behaviour,
+        batch.advantages,
+        batch.ragged,
+        (algorithm.clip_low, algorithm.clip_high),
+        algorithm.dual_clip,
+        algorithm.gate_temperatures,
+        second_moment,
+    )
+    surrogate = LOSSES[algorithm.loss](inputs)
     bonus = torch.zeros_like(batch.weights)
     if algorithm.entropy_bonus != 0:  # Tokens that a correction leaves out get no bonus.
         bonus = torch.where(weight > 0, -algorithm.entropy_bonus * batch.weights * entropy, 0.0)
@@ -184,32 +195,6 @@ def _correction_weight(algorithm: AlgorithmConfig, log_weight: Tensor, batch: Mi
     assert high is not None, "the config requires rejection_high with a rejection"
     kept = corrections.accepted(log_weight, batch.ragged, algorithm.rejection, low, high)
     return torch.where(kept, weight, 0.0)
-
-
-def _surrogate_loss(
-    algorithm: AlgorithmConfig, second_moment: float, log_ratio: Tensor, current: Tensor, batch: MicroBatch
-) -> SurrogateLoss:
-    low = algorithm.clip_low
-    high = algorithm.clip_high
-    ragged = batch.ragged
-    advantages = batch.advantages
-    match algorithm.loss:
-        case "clip":
-            return losses.clipped_loss(log_ratio, advantages, low, high, algorithm.dual_clip)
-        case "gspo":
-            log_ratio = losses.sequence_log_ratio(log_ratio, ragged)
-            return losses.clipped_loss(log_ratio, advantages, low, high)
-        case "cispo":
-            return losses.clipped_weight_loss(log_ratio, current, advantages, low, high)
-        case "gmpo":
-            return losses.geometric_mean_loss(log_ratio, advantages, ragged, low, high)
-        case "m2po":
-            moved = (current - batch.behaviour).detach()  # Unbounded, as those that `second_moment` was found from.
-            kept = ~pushed_away(moved, advantages) | (moved.double().square() <= second_moment)
-            return losses.kept_ratio_loss(log_ratio, advantages, kept)
-        case "sapo":
-            assert algorithm.gate_temperatures is not None, "the config requires them with sapo"
-            return losses.soft_gate_loss(log_ratio, advantages, *algorithm.gate_temperatures)
 
 
 def _kl_term(
