@@ -109,7 +109,10 @@ Work: TypeAlias = Callable[..., Awaitable[Any]]
 
 class LedRanks:
     """The end of one rank. work: what all ranks can be asked for, by name, with plain values or messages. A worker ends
-    when an exchange fails, because the ranks have no common position any more."""
+    when an exchange fails, because the ranks have no common position any more.
+
+    One piece of work runs at a time, on all ranks in the order of announcements. Services with ranks call it.
+    """
 
     def __init__(self, context: WorkerContext, mesh: RankMesh, work: Mapping[str, Work]) -> None:
         self._context = context

@@ -114,7 +114,10 @@ WriteCopies = Callable[[str], Awaitable[Checkpointed]]
 
 class BackgroundCommits:
     """Commits one checkpoint at a time. At the end of its scope it waits for the running commit, whose state was copied
-    already, also where the run fails; only where the run is cancelled it gives the commit up."""
+    already, also where the run fails; only where the run is cancelled it gives the commit up.
+
+    TrainingRun calls it between two iterations, and at the end.
+    """
 
     def __init__(
         self,

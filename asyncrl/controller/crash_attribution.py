@@ -64,6 +64,8 @@ class CrashAttribution:
 
     notice_seconds: time in which the deaths of all workers of one host become known. count: deaths so far, and workers
     whose host left.
+
+    A group is blamed only for what happened while it ran alone. Rollouts alone calls it.
     """
 
     notice_seconds: float

@@ -35,7 +35,11 @@ MOST_LOST_STEPS = 20
 
 @dataclass
 class Iterations:
-    """Begins and ends iterations. cuts: of the running one. rows_lost: takes cuts with lost rows, and the reason."""
+    """Begins and ends iterations. cuts: of the running one. rows_lost: takes cuts with lost rows, and the reason.
+
+    At most one iteration runs; between two, `cuts` is None. The Controller calls it, and algorithms through
+    CheckedTraining.
+    """
 
     tracker: SampleTracker
     advantages: Advantages

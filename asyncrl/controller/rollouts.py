@@ -62,6 +62,8 @@ class Rollouts:
 
     fault_domains: through which the calls of a suspect group run alone. tasks: set when the run begins. running: the
     task of each group that is rolled out, in the order of beginnings.
+
+    A group has at most one attempt that runs; a newer one overtakes it. The Controller alone calls it.
     """
 
     tracker: SampleTracker

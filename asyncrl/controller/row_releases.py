@@ -64,7 +64,10 @@ class ReleaseQueue(Generic[T]):
 
 class RowReleases:
     """Queues the rows that services may free. oldest: returns the first group in flight. rewards_stored: whether the
-    reward service has rows, too. shown: samples whose rows are read once more after their training."""
+    reward service has rows, too. shown: samples whose rows are read once more after their training.
+
+    A name stays queued until its service has answered or died. The sample tracker adds names; the Controller runs it.
+    """
 
     def __init__(
         self,

@@ -85,6 +85,8 @@ class WeightPublisher:
     with one that raises an error of its own. One that says that the weights do not come is not to blame: while others
     get them, `leave_out` is called with it and why, and with "" once it has them. `run` raises FleetFailed when all
     readers raise the same.
+
+    The Controller calls it; its loop is one of the Controller's.
     """
 
     fleet: Fleet

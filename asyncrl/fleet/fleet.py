@@ -141,6 +141,9 @@ class RunningFleet:
     workers: by service. subscribers: functions that get every FleetEvent and do not block, of workers that start after
     the fleet was handed over. describe_algorithm: returns lines about the algorithm for the stall watchdog, which says
     nothing while is_paused.
+
+    Every worker is in `workers` and has a slot of the supervisor. `running_fleet` makes it; the controller calls its
+    handles, and whoever watches the run subscribes.
     """
 
     health_poller: HealthPoller

@@ -157,6 +157,9 @@ class RemoteWorker:
     were answered and items that came, health excluded. has_worked: whether the present instance, or the last one,
     answered a call of the work lane. last_answer_at: loop time of the newest answer to any call. restarting: whether
     another instance is started after a death. changed: called whenever the worker was connected or lost.
+
+    Callers find it dead before anybody is told of the death. The supervisor connects it and notes its loss; handles
+    call it.
     """
 
     def __init__(self, service: str, replica: int, rank: int, changed: Callable[[], None]) -> None:

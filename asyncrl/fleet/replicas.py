@@ -39,7 +39,10 @@ class _Held(Generic[R]):
 
 
 class RowHolders(Generic[R]):
-    """Holders by group; an entry lives until its samples are released, so samples in flight bound their number."""
+    """Holders by group; an entry lives until its samples are released, so samples in flight bound their number.
+
+    The handle of the service (service_calls.py) notes calls here and asks where a release goes.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, list[_Held[R]]] = {}
@@ -260,6 +263,9 @@ class Replicas:
     isolated: groups whose calls run alone, and the fault domains that they avoid. holders: which replicas may hold rows
     of which samples. trainer: layout of the trainer whose ranks have these replicas in their processes; None: replicas
     have processes of their own.
+
+    Its workers tell it who came and who is lost, the supervisor who drains or is parked; the handle of the service asks
+    it at each call.
     """
 
     def __init__(self, service: str, replicas: int, layout: Layout) -> None:

@@ -217,6 +217,10 @@ class Supervisor:
     that resumes the run, for error messages. isolated: the groups that run alone now. instances: what is running now,
     by the worker's name. all_started: set when every awaited worker has taken calls once, each within its own
     start deadline. learners: None while the death of one ends the fleet.
+
+    A worker has one task here and at most one instance at a time, which that task alone starts, serves and cleans up.
+    All others ask: RunningFleet has instances killed and failed, hosts that leave retire them, scaling adds and parks
+    workers, a return to a checkpoint ends and replaces them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The rooms of the package: imports that run downwards, no two folders that import each other."""
+"""The rooms of the package: imports that run downwards, no two folders that import each other, no circles."""
 
 import ast
 import re
@@ -98,6 +98,35 @@ def test_no_two_folders_import_each_other() -> None:
             between[ends].append(f"{source} imports {target}")
     mutual = [between[pair] + between[pair[::-1]] for pair in between if pair[::-1] in between and pair < pair[::-1]]
     assert mutual == []
+
+
+def circles() -> Iterator[list[str]]:
+    """Yields the groups of modules that import each other, also through others: strongly connected components."""
+    targets = defaultdict(set)
+    for source, target in edges():
+        targets[source].add(target)
+
+    def reached(start: str) -> set[str]:
+        found = set[str]()
+        left = [start]
+        while left:
+            for target in targets[left.pop()] - found:
+                found.add(target)
+                left.append(target)
+        return found
+
+    from_each = {module: reached(module) for module in FILES}
+    seen = set[str]()
+    for module, others in from_each.items():
+        if module in others and module not in seen:
+            circle = sorted(other for other in others if module in from_each[other])
+            seen.update(circle)
+            yield circle
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for type checkers count."""
+    assert list(circles()) == []
 
 
 FOR_TESTS = {

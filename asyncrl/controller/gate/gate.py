@@ -43,6 +43,8 @@ class SampleCounts:
 
     too_old: whether tokens sampled at a version may not enter the loss any more. overdue: RUNNING samples whose attempt
     began at such a version.
+
+    The counts are those that a walk over all groups would give; the gate moves samples through here only.
     """
 
     def __init__(self, too_old: Callable[[int], bool]) -> None:
@@ -112,6 +114,8 @@ class CutQueue:
 
     by_version: offered samples by the version of their urgency. The heap keeps entries that were replaced until they
     come up or outnumber the others, so that a change costs the logarithm of the number of offers, amortised.
+
+    A group has one offer, which a new one replaces. The gate calls it whenever a group changes.
     """
 
     def __init__(self) -> None:
@@ -160,7 +164,10 @@ class CutQueue:
 
 
 class StampIndex:
-    """Keeps the groups that have a READY sample with each version stamp; the stamp None is kept nowhere."""
+    """Keeps the groups that have a READY sample with each version stamp; the stamp None is kept nowhere.
+
+    The gate calls it whenever a sample becomes READY or leaves that stage.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[int, dict[int, None]] = {}
@@ -193,6 +200,9 @@ class Gate:
     counts: samples by stage since this gate was made. awaited: groups without the reward of their greedy answer. The
     staleness report takes each step abandoned_tokens, sampled in attempts that were given up; ended samples; and gaps,
     the baseline at an early cut minus that of the whole group.
+
+    A sample is in one stage, and none is picked that the policy calls too old. While a run goes on, the sample tracker
+    alone changes it.
     """
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:

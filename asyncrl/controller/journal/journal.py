@@ -195,6 +195,8 @@ class Journal:
 
     scan, ledger: of this store, where they are known already. torn: bytes of an unfinished last record that were cut
     off. offset, crc: length and crc32 of the journal. Raises JournalError for a damaged journal.
+
+    What the journal has, the ledger has taken. The sample tracker and commits append to it.
     """
 
     def __init__(self, store: Store, scan: Scan | None = None, ledger: Ledger | None = None) -> None:

@@ -134,6 +134,8 @@ class JoinPoint:
     not admitted. deadline: seconds until the needed places of a service are taken. report: takes what a person should
     read. files: which hosts may read. watch: returns the state of the run for a proof. retire: drains an instance for
     so many seconds, and returns whether it runs.
+
+    An offer runs at most one worker. Hosts reach it through `dispatch`, the supervisor through `spawn` and `clean_up`.
     """
 
     address: str

@@ -150,7 +150,11 @@ class _Change:
 @dataclass(slots=True)
 class Introductions:
     """Keeps the list of callers of each worker current, by instance. Each worker is told what has changed since it was
-    told last: of many that come at one time at once, so that a start costs each of them a few calls."""
+    told last: of many that come at one time at once, so that a start costs each of them a few calls.
+
+    A worker and its callers know each other before it takes calls, or one is late. Connections add workers and
+    remove them.
+    """
 
     _members: dict[str, _Member] = field(default_factory=dict)
     _changes: list[_Change] = field(default_factory=list)
