@@ -1,10 +1,13 @@
 """Runs a search: rounds of sequential halving, every candidate beside the experiment's own values.
 
-own values: all steps, each seed ──> round: candidates ──> rung: train each, each seed ──> the better ones go on
+own values: all steps, each seed ──> candidates 9 ──> 3 ──> 1      steps of each 28 ──> 84 ──> 250      (keep one in 3)
 
 DIR/candidates.log    Optuna's journal: the request, the values of each candidate, and how much better they were
 DIR/own/seed-0        the run of the experiment's own values with seed 0
 DIR/candidate-3/seed-0, candidate-3/seed-0.log    a run and what it printed
+
+Each rung costs about as many steps as the others (Jamieson and Talwalkar, Non-stochastic best arm identification and
+hyperparameter optimization, AISTATS 2016, figure 1; Karnin et al., ICML 2013, with a share of 1/2).
 """
 
 import fcntl
@@ -14,20 +17,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 from asyncrl.config.sources import load
-from asyncrl.deploy.commands.tuning.halving import PairedDifference, paired, rungs, score
 from asyncrl.deploy.commands.tuning.search_space import Values, optuna, parse_space, typed
 from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.jsonl import Object, read_metrics
+from asyncrl.telemetry.jsonl import Object
 
 REQUEST = "request"
 ROUND = "round"
 TRIES = 20
 """Proposals for one candidate, before so few different values are taken to be left that the round goes on without."""
+SHARE = 4
+"""A score is the mean of the last fourth of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,52 @@ def _same_request(folder: Path, study: Any, wanted: SearchRequest | None) -> Sea
     return SearchRequest(**kept)
 
 
+def rungs(candidates: int, keep: int, steps: int) -> list[tuple[int, int]]:
+    """Returns of each rung how many steps its candidates have trained at its end, and how many candidates begin it."""
+    counts = [candidates]
+    while counts[-1] >= keep:
+        counts.append(counts[-1] // keep)
+    last = len(counts) - 1
+    return [(max(1, math.ceil(steps / keep ** (last - number))), count) for number, count in enumerate(counts)]
+
+
+def score(lines: Sequence[Object], metric: str, steps: int) -> float | None:
+    """Returns the mean of a metric over the last fourth of the first `steps` steps; None where a run has not trained
+    them, does not report the metric in them, or reports no finite number."""
+    if not lines or int(lines[-1]["step"]) < steps:
+        return None
+    first = steps - math.ceil(steps / SHARE) + 1
+    found = [line.get(metric) for line in lines if first <= line["step"] <= steps]
+    numbers = [float(number) for number in found if number is not None]
+    mean = fmean(numbers) if numbers else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+class PairedDifference(NamedTuple):
+    """A mean over seeds, with its standard error; None with one seed."""
+
+    mean: float
+    error: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Checks whether the mean is over twice its standard error above zero."""
+        return self.error is not None and self.mean > 2 * self.error
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4g}" + ("" if self.error is None else f" ± {self.error:.2g}")
+
+
+def paired(scores: Mapping[int, float], own: Mapping[int, float], sign: int = 1) -> PairedDifference | None:
+    """Returns by how much scores are better than those of the experiment's own values, over the seeds that both have;
+    None without one. sign: -1 where less is better."""
+    differences = [sign * (scores[seed] - own[seed]) for seed in scores if seed in own]
+    if not differences:
+        return None
+    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    return PairedDifference(fmean(differences), error)
+
+
 @dataclass(eq=False)
 class SearchCandidate:
     """Values and what became of them; number 0 has the experiment's own. steps: of the last rung; scores: by seed,
@@ -113,6 +163,11 @@ class SearchCandidate:
     @property
     def mean(self) -> float:
         return fmean(self.scores.values()) if self.scores else math.nan
+
+    @property
+    def gain(self) -> float:
+        """Returns the mean difference to the experiment's own values; the least number while there is none."""
+        return self.difference.mean if self.difference else -math.inf
 
 
 @dataclass(eq=False)
@@ -134,18 +189,19 @@ class Search:
             raise ConfigError(f"the experiment's own values cannot be trained: {own.failure}")
         self.say(f"own values: {self.request.metric} {own.mean:.4g} after {own.steps} steps")
         found = [each for number in range(self.request.rounds) for each in self._round(number)]
-        return own, sorted(found, key=lambda each: (each.difference is None, -each.steps, -_better(each)))
+        return own, sorted(found, key=lambda each: (each.difference is None, -each.steps, -each.gain))
 
     def _round(self, number: int) -> list[SearchCandidate]:
         candidates = self.proposed(number)
         going = candidates
-        for rung in rungs(len(candidates), self.request.keep, self.request.steps):
-            going = sorted((each for each in going if not each.failure), key=_better, reverse=True)[: rung.candidates]
-            self.say(
-                f"round {number + 1}, up to step {rung.steps}: candidates {', '.join(str(c.number) for c in going)}"
-            )
+        for steps, count in rungs(len(candidates), self.request.keep, self.request.steps):
+            going = [each for each in sorted(going, key=lambda each: -each.gain) if not each.failure][:count]
+            names = ", ".join(str(each.number) for each in going)
+            self.say(f"round {number + 1}, up to step {steps}: candidates {names}")
             for each in going:
-                self._compare(each, rung.steps)
+                self._measure(each, steps)
+                result = each.failure or f"{self.request.metric} {each.mean:.4g}, {each.difference}"
+                self.say(f"  candidate {each.number}, {shown_values(each.values)}: {result}")
         for each in candidates:
             if each.difference is not None:  # One that failed is tried again when the search goes on.
                 self.study.tell(each.number - 1, each.difference.mean, skip_if_finished=True)
@@ -171,49 +227,40 @@ class Search:
             seen[trial.number + 1] = values
         return [SearchCandidate(each, seen[each]) for each in found]
 
-    def _compare(self, candidate: SearchCandidate, steps: int) -> None:
-        self._measure(candidate, steps)
-        own = {seed: found for seed in self.request.seeds if (found := self._score(0, seed, steps)) is not None}
-        sign = -1 if self.request.minimize else 1
-        candidate.difference = None if candidate.failure else paired(candidate.scores, own, sign)
-        result = candidate.failure or f"{self.request.metric} {candidate.mean:.4g}, {candidate.difference}"
-        self.say(f"  candidate {candidate.number}, {shown_values(candidate.values)}: {result}")
-
     def _measure(self, candidate: SearchCandidate, steps: int) -> None:
-        scores = dict[int, float]()
-        seconds = list[float]()
+        """Trains a candidate with each seed up to a step, and compares it there with the experiment's own values."""
+        metric = self.request.metric
+        runs = {seed: self.run_of(candidate, seed, steps) for seed in self.request.seeds}
         candidate.steps = steps
-        for seed in self.request.seeds:
-            run_dir = self.path(candidate.number, seed)
-            values = {**candidate.values, "seed": seed}
-            run = CandidateRun(self.request.experiment, run_dir, steps, self.request.flags, values)
+        candidate.difference = None
+        scores: dict[int, float] = {}
+        for seed, run in runs.items():
             candidate.failure = self.train(run)
-            found = None if candidate.failure else self._score(candidate.number, seed, steps)
+            found = None if candidate.failure else score(run.lines, metric, steps)
             if found is None:
-                why = candidate.failure or f"no finite {self.request.metric} in its last steps"
+                why = candidate.failure or f"no finite {metric} in its last steps"
                 candidate.failure = f"{why} ({run.output})"
                 return
             scores[seed] = found
-            seconds.append(_step_seconds(self._lines(candidate.number, seed)))
-        candidate.scores, candidate.step_seconds = scores, fmean(seconds)
+        candidate.scores = scores
+        candidate.step_seconds = fmean(_step_seconds(run.lines) for run in runs.values())
+        if candidate.number:
+            own = SearchCandidate(0, {})
+            known = {seed: score(self.run_of(own, seed, steps).lines, metric, steps) for seed in runs}
+            sign = -1 if self.request.minimize else 1
+            candidate.difference = paired(scores, {k: each for k, each in known.items() if each is not None}, sign)
 
-    def path(self, candidate: int, seed: int) -> Path:
-        return self.folder / (f"candidate-{candidate}" if candidate else "own") / f"seed-{seed}"
-
-    def _score(self, candidate: int, seed: int, steps: int) -> float | None:
-        return score(self._lines(candidate, seed), self.request.metric, steps)
-
-    def _lines(self, candidate: int, seed: int) -> list[Object]:
-        return read_metrics(self.path(candidate, seed) / "metrics.jsonl")
+    def run_of(self, candidate: SearchCandidate, seed: int, steps: int) -> CandidateRun:
+        """Returns the run of a candidate with one seed, up to a step."""
+        name = f"candidate-{candidate.number}" if candidate.number else "own"
+        values = {**candidate.values, "seed": seed}
+        folder = self.folder / name / f"seed-{seed}"
+        return CandidateRun(self.request.experiment, folder, steps, self.request.flags, values)
 
 
 def shown_values(values: Values) -> str:
     """Returns values as text for a line: `training.learning_rate=0.00031 staleness.limit=2`."""
     return " ".join(f"{key}={typed(value)}" for key, value in values.items()) or "own values"
-
-
-def _better(candidate: SearchCandidate) -> float:
-    return candidate.difference.mean if candidate.difference else -math.inf
 
 
 def _step_seconds(lines: list[Object]) -> float:

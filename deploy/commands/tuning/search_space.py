@@ -3,9 +3,8 @@
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.config.install_hints import install_extra
 from asyncrl.config.sources.keys import advice, all_keys
@@ -20,8 +19,7 @@ UNSEARCHED = {
 """Keys of which a search says nothing, and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dimension:
+class Dimension(NamedTuple):
     """One key of a search. distribution: of Optuna, over a range, or over the numbers of the choices."""
 
     key: str
@@ -46,6 +44,7 @@ def typed(value: object) -> str:
 
 
 def optuna() -> Any:
+    """Returns the module; raises ConfigError, with the command that installs it, where it is missing."""
     try:
         return import_module("optuna")
     except ModuleNotFoundError as error:
@@ -56,50 +55,48 @@ def optuna() -> Any:
 
 def parse_space(texts: Sequence[str]) -> list[Dimension]:
     """Parses a whole search. Raises ConfigError, also for a key that is given twice."""
-    space = {dimension.key: dimension for dimension in map(_parsed, texts)}
-    for key in space:
-        if sum(text.startswith(f"{key}=") for text in texts) > 1:
+    space: dict[str, Dimension] = {}
+    for text in texts:
+        key, _, spec = text.partition("=")
+        if key in space:
             raise ConfigError(f"--search: {key} is given twice; write all of its values in one")
+        try:
+            space[key] = _dimension(key, spec)
+        except ValueError as mistake:
+            raise ConfigError(f"--search {text}: {mistake}") from None
     return list(space.values())
 
 
-def _parsed(text: str) -> Dimension:
-    key, _, spec = text.partition("=")
+def _dimension(key: str, spec: str) -> Dimension:
+    """Raises ValueError, which says what to write."""
     if not spec:
-        raise _mistake(text, "write KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C")
-    if key in UNSEARCHED:
-        raise _mistake(text, UNSEARCHED[key])
-    if key not in all_keys():
-        raise _mistake(text, f"there is no key {key}; {advice(key)}")
+        raise ValueError("write KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C")
+    if key in UNSEARCHED or key not in all_keys():
+        raise ValueError(UNSEARCHED.get(key) or f"there is no key {key}; {advice(key)}")
     kinds = {"integer", "number"}.intersection(all_keys()[key].kinds)
     if kinds and ".." in spec:
-        return Dimension(key, _range(text, spec, whole="number" not in kinds))
+        return Dimension(key, _range(spec, whole="number" not in kinds))
     choices = tuple(_toml(f"[{spec}]", [_toml(part, part) for part in spec.split(",")]))
     if len(set(map(repr, choices))) < 2:
-        raise _mistake(text, "a search needs two different values at least")
+        raise ValueError("a search needs two different values at least")
     return Dimension(key, optuna().distributions.CategoricalDistribution(range(len(choices))), choices)
 
 
-def _range(text: str, spec: str, *, whole: bool) -> Any:
+def _range(spec: str, *, whole: bool) -> Any:
     bounds, _, scale = spec.partition(":")
     first, _, last = bounds.partition("..")
     if scale not in ("", "log"):
-        raise _mistake(text, f"there is no scale {scale!r}; write LOW..HIGH or LOW..HIGH:log")
+        raise ValueError(f"there is no scale {scale!r}; write LOW..HIGH or LOW..HIGH:log")
     try:
-        low, high = (int(first), int(last)) if whole else (float(first), float(last))
+        low, high = map(int if whole else float, (first, last))
     except ValueError:
-        raise _mistake(text, f"{first!r} and {last!r} must be {'integers' if whole else 'numbers'}") from None
+        raise ValueError(f"{first!r} and {last!r} must be {'integers' if whole else 'numbers'}") from None
     if not -math.inf < low < high < math.inf:
-        raise _mistake(text, "the first bound must be below the second one, and both finite")
-    if scale == "log" and low <= 0:
-        raise _mistake(text, "a logarithmic range begins above 0")
-    distributions = optuna().distributions
-    kind = distributions.IntDistribution if whole else distributions.FloatDistribution
-    return kind(low, high, log=scale == "log")
-
-
-def _mistake(text: str, problem: str) -> ConfigError:
-    return ConfigError(f"--search {text}: {problem}")
+        raise ValueError("the first bound must be below the second one, and both finite")
+    if scale and low <= 0:
+        raise ValueError("a logarithmic range begins above 0")
+    kinds = optuna().distributions
+    return (kinds.IntDistribution if whole else kinds.FloatDistribution)(low, high, log=bool(scale))
 
 
 def _toml(text: str, otherwise: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncrl.deploy.commands.tuning.search_space import Values, typed
 from asyncrl.errors import Interrupted
-from asyncrl.telemetry.jsonl import read_metrics
+from asyncrl.telemetry.jsonl import Object, read_metrics
 
 QUIET = {"ASYNCRL_TELEMETRY__REPORT": "false", "ASYNCRL_TELEMETRY__TRACE": "false"}
 """Keys of every trial, unless flags set them: one report shows the whole search."""
@@ -31,9 +31,14 @@ class CandidateRun:
     values: Values
 
     @property
-    def is_trained(self) -> bool:
+    def lines(self) -> list[Object]:
+        """Returns the metrics of each step so far."""
         path = self.run_dir / "metrics.jsonl"
-        lines = read_metrics(path) if path.exists() else []
+        return read_metrics(path) if path.exists() else []
+
+    @property
+    def is_trained(self) -> bool:
+        lines = self.lines
         return bool(lines) and int(lines[-1]["step"]) >= self.last_step
 
     @property
@@ -48,23 +53,23 @@ class CandidateRun:
         return [sys.executable, "-m", "asyncrl.deploy.cli", "run", self.experiment, *self.flags, *keys, *stop]
 
 
-def run_trial(request: CandidateRun) -> str:
+def run_trial(run: CandidateRun) -> str:
     """Trains up to the last step; returns "", or why it could not be trained. A run that fails without a mistake in its
     config goes on once. Raises Interrupted when a signal came, which ends the run with a checkpoint."""
     for _ in range(2):
-        if request.is_trained or _run_once(request) == MISTAKE:
+        if run.is_trained or _run_once(run) == MISTAKE:
             break
-    if request.is_trained:
+    if run.is_trained:
         return ""
-    lines = request.output.read_text("utf-8", errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("asyncrl: ") if lines else f"see {request.output}"
+    lines = run.output.read_text("utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("asyncrl: ") if lines else f"see {run.output}"
 
 
-def _run_once(request: CandidateRun) -> int:
+def _run_once(run: CandidateRun) -> int:
     """Returns the exit code. The run is no part of our terminal, and gets each signal from us. It begins when that of a
     search that was killed has ended: the kernel tells it, and it ends with a checkpoint."""
-    request.run_dir.mkdir(parents=True, exist_ok=True)
-    with open(request.run_dir / "run.lock", "a+") as lock:
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run.run_dir / "run.lock", "a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
     received: list[int] = []
 
@@ -72,9 +77,9 @@ def _run_once(request: CandidateRun) -> int:
         received.append(number)
         child.terminate()
 
-    with request.output.open("ab") as output:
+    with run.output.open("ab") as output:
         child = subprocess.Popen(
-            request.command,
+            run.command,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**QUIET, **os.environ},

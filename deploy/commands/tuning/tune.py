@@ -7,19 +7,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 
 from asyncrl.config.install_hints import program
 from asyncrl.config.sources import load
 from asyncrl.deploy.commands.command_parser import CommandParser, positive
-from asyncrl.deploy.commands.tuning.search import (
-    Search,
-    SearchCandidate,
-    SearchRequest,
-    open_search,
-    shown_values,
-)
+from asyncrl.deploy.commands.tuning.search import Search, SearchCandidate, SearchRequest, open_search, shown_values
 from asyncrl.deploy.commands.tuning.search_space import Dimension, parse_space, typed
 from asyncrl.deploy.commands.tuning.trial_process import run_trial
 from asyncrl.errors import ConfigError, Interrupted
@@ -37,12 +32,12 @@ SHOWN_RUNS = 8
 def main(arguments: list[str]) -> int:
     asked, flags = _parser().parse_known_args(arguments)
     _refuse_mistakes(asked, arguments)
-    wanted = None if asked.experiment is None else _request(asked, flags)
+    wanted = _request(asked, flags) if asked.experiment else None
     name = Path(asked.experiment or "").stem
     folder = asked.to or Path("runs") / f"tune-{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     again = f"{program()} tune --to {shlex.quote(str(folder))}"
     with open_search(folder, wanted) as (study, request):
-        search = Search(folder, request, study, run_trial, _say)
+        search = Search(folder, request, study, run_trial, partial(print, flush=True))
         try:
             own, found = search.run()
         except Interrupted as error:
@@ -84,10 +79,8 @@ def _refuse_mistakes(asked: argparse.Namespace, arguments: Sequence[str]) -> Non
         return
     if not asked.search:
         raise ConfigError("name what to search, for instance --search training.learning_rate=1e-5..1e-3:log")
-    if asked.keep < 2:
-        raise ConfigError("--keep 1: one candidate in 2 goes on at most")
-    if asked.candidates < 2:
-        raise ConfigError("--candidates 1: a search needs two at least")
+    if min(asked.keep, asked.candidates) < 2:
+        raise ConfigError("--candidates, --keep: a search needs two at least, and one candidate in 2 goes on at most")
 
 
 def _request(asked: argparse.Namespace, flags: Sequence[str]) -> SearchRequest:
@@ -166,18 +159,10 @@ def _write_report(search: Search, own: SearchCandidate, found: Sequence[SearchCa
     from asyncrl.deploy.report.report_page import write_report
     from asyncrl.deploy.report.run_record import read_run
 
-    shown = [own, *(each for each in found if each.difference is not None)][:SHOWN_RUNS]
-    runs = [
-        replace(
-            read_run(search.path(each.number, search.request.seeds[0])),
-            path=Path(f"candidate {each.number}" if each.number else "own values"),
-        )
-        for each in shown
-    ]
+    runs = []
+    for each in [own, *(each for each in found if each.difference is not None)][:SHOWN_RUNS]:
+        run = read_run(search.run_of(each, search.request.seeds[0], each.steps).run_dir)
+        runs.append(replace(run, path=Path(f"candidate {each.number}" if each.number else "own values")))
     target = search.folder / "report.html"
     write_report(runs, target, "\n".join(lines))
     return target
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

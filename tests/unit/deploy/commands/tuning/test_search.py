@@ -17,8 +17,16 @@ from hypothesis import strategies as st
 
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands.tuning import trial_process, tune
-from asyncrl.deploy.commands.tuning.halving import PairedDifference, Rung, paired, rungs, score
-from asyncrl.deploy.commands.tuning.search import Search, SearchCandidate, SearchRequest, open_search
+from asyncrl.deploy.commands.tuning.search import (
+    PairedDifference,
+    Search,
+    SearchCandidate,
+    SearchRequest,
+    open_search,
+    paired,
+    rungs,
+    score,
+)
 from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
 from asyncrl.deploy.commands.tuning.tune import conclusion, table
 from asyncrl.errors import ConfigError, Interrupted
@@ -294,20 +302,20 @@ def test_a_run_waits_for_the_one_that_a_killed_search_left(tmp_path: Path, monke
 
 # Sequential halving: steps of each rung, scores, comparisons in pairs, and who goes on.
 def test_rungs_keep_one_in_three_and_end_with_all_steps() -> None:
-    assert rungs(9, 3, 250) == [Rung(28, 9), Rung(84, 3), Rung(250, 1)]
-    assert rungs(4, 2, 16) == [Rung(4, 4), Rung(8, 2), Rung(16, 1)]
-    assert rungs(2, 3, 10) == [Rung(10, 2)]
+    assert rungs(9, 3, 250) == [(28, 9), (84, 3), (250, 1)]
+    assert rungs(4, 2, 16) == [(4, 4), (8, 2), (16, 1)]
+    assert rungs(2, 3, 10) == [(10, 2)]
 
 
 @given(st.integers(1, 200), st.integers(2, 9), st.integers(1, 10_000))
 def test_rungs_get_longer_with_fewer_candidates(candidates: int, keep: int, steps: int) -> None:
     found = rungs(candidates, keep, steps)
-    assert found[0].candidates == candidates
-    assert found[-1].steps == steps
-    assert found[-1].candidates < keep
+    assert found[0][1] == candidates
+    assert found[-1][0] == steps
+    assert found[-1][1] < keep
     for before, after in pairwise(found):
-        assert before.steps <= after.steps
-        assert after.candidates == before.candidates // keep
+        assert before[0] <= after[0]
+        assert after[1] == before[1] // keep
 
 
 def lines(*rewards: float | None) -> list[dict[str, float | None]]:
