@@ -192,7 +192,6 @@ LONGEST_PAUSE = 30.0
 """Seconds before the second try, which double with each further one, and the most that they become."""
 LARGEST_REPLY = 2**20
 """Bytes of a reply: far more than a judge writes."""
-"""Characters of a reply that an error quotes."""
 BUSY = (408, 425, 429)
 """Statuses below 500 that another try may not meet."""
 

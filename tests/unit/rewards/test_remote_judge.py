@@ -20,7 +20,7 @@ from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.execution.scoring import score_of
 from asyncrl.rewards.functions import function_problems, function_specs
 from asyncrl.rewards.remote_judge import LARGEST_REPLY, RemoteJudge, Timing, jittered
-from tests.unit.rewards.judge_calls.chat_server import CLOSES, HANGS, ChatServer, answer, chat_server, says
+from tests.unit.rewards.chat_server import CLOSES, HANGS, ChatServer, answer, chat_server, says
 
 SAMPLE = Sample("Say hi.", "hi", {"prompt": "Say hi.", "wanted": "a greeting"}, 3, 1, "stop", 1)
 KEY = "sk-of-a-test"

@@ -15,7 +15,7 @@ from asyncrl.rewards.functions import function_problems, function_specs
 from asyncrl.rewards.templates import TEMPLATES
 from asyncrl.tasks import load_prompts
 from tests.unit.documents import DOCS, blocks, config_of, files_of
-from tests.unit.rewards.judge_calls.chat_server import chat_server, says
+from tests.unit.rewards.chat_server import chat_server, says
 
 PAGE = "rewards.md"
 SAMPLE = Sample("Add 1 and 2.", "3", {"prompt": "Add 1 and 2.", "answer": "3"}, 0, 0, "stop", 1)
