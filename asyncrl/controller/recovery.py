@@ -24,16 +24,16 @@ from asyncrl.controller.journal.checkpoints import ResumePlan, versions
 from asyncrl.controller.journal.run_storage import Folders
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import FAILURE_NOTICE, RunningFleet
+from asyncrl.fleet.health import HEALTH
 from asyncrl.fleet.supervisor import DRAIN_CHECK, Learners, RunningInstance
 from asyncrl.fleet.worker.service import RENEW
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.shared_memory import unlink_segment
-from asyncrl.protocols.service_contracts import Contract, Lane
+from asyncrl.protocols.service_contracts import Lane
 
 # ---- workers, taken into the next incarnation ----------------------------------------------------------------------
 
 
-HEALTH = Contract.endpoints["health"]
 PROMPT = 4.0
 """Seconds after which one of several replicas is given up that shows no sign of life, when another one has come along:
 it may be stopped, or its host cut off."""

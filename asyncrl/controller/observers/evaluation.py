@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from asyncrl.concurrency import gather, running_timeout
 from asyncrl.config.schema import Config
 from asyncrl.config.user_code import suggestion
+from asyncrl.controller.observers.step_metrics import COSTS
 from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, Retryable, WeightsError
 from asyncrl.fleet.episode_turns import sample_turns
 from asyncrl.fleet.fleet import Fleet
@@ -148,9 +149,6 @@ class AnswersFolder:
             (folder / f"{old}.jsonl").unlink()
             (folder / f"{old}.gif").unlink(missing_ok=True)
 
-
-COSTS = "cost/"
-"""Prefix of the terms of costs among those of rewards."""
 
 Known = list[float | None]
 """Rewards or costs of a prompt's samples; None for samples without one."""

@@ -10,9 +10,9 @@ import secrets
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from asyncrl.errors import DeadlineExceeded, Refused
+from asyncrl.fleet.worker.lane_access import ControlLane
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.bound_socket import bound_socket, host_of, on_tcp
 from asyncrl.lanes.control.wire import Wakeup
@@ -25,19 +25,13 @@ NETWORK = "tcp://"
 ADDRESS = re.compile(r"tcp://(\S{1,255}):(\d{1,5})/([0-9a-f]{32})")
 
 
-class Control(Protocol):
-    """The controller's connection to the control lane of a rank."""
-
-    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any: ...
-
-
 class RankMeetings:
     """The controller's end: passes the address of each first rank on to the other ranks of its replica."""
 
     def __init__(self) -> None:
         self._addresses: dict[tuple[str, int], asyncio.Future[str]] = {}
 
-    async def bring(self, spec: WorkerSpec, control: Control, deadline: float) -> None:
+    async def bring(self, spec: WorkerSpec, control: ControlLane, deadline: float) -> None:
         """Returns when this rank knows where the ranks meet. Raises DeadlineExceeded when the first rank has not
         started after so many seconds, and what the call raises."""
         if spec.layout.size == 1:
