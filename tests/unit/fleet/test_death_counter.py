@@ -36,13 +36,6 @@ def test_deaths_of_the_one_suspect_that_had_the_worker_alone_do_not_count(
     assert counter.unexplained == 0
 
 
-def test_a_death_after_work_is_the_first_of_its_kind() -> None:
-    deaths = DeathCounter()
-    for number, worked in enumerate([False, False, True, False]):
-        deaths.count(f"instance {number}", 0.0, worked=worked)
-        assert deaths.pause_of(supervisor.LONGEST_PAUSE) == (0.5, 1.0, 0.5, 1.0)[number]
-
-
 @given(st.lists(st.sampled_from(["progress", 0.0, supervisor.LONG_LIFE - 1, supervisor.LONG_LIFE]), max_size=40))
 def test_pauses_grow_with_short_lives_and_stay_bounded(events: list[str | float]) -> None:
     """A number: a death after so many seconds of life; else a finished group."""
