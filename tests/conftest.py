@@ -15,6 +15,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+pytest_plugins = ["tests.golden"]
+
 hypothesis.settings.register_profile("without a clock", deadline=None)
 hypothesis.settings.load_profile("without a clock")
 

@@ -1,0 +1,118 @@
+"""Golden messages: a changed, a missing, a superfluous and a stale one fail, and an update writes what is shown."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import golden
+
+ROOT = Path(__file__).parents[2]
+CASES = """
+import pytest
+from tests import golden
+
+@pytest.mark.parametrize("number", [10, 2])
+def test_numbers(number):
+    golden.says(f"there are {number}", str(number))
+
+def test_raised(tmp_path):
+    with golden.raises(ValueError, match="line 2") as refused:
+        raise ValueError(f"{tmp_path}/a.txt, line 2:\\n\\n  - indented \\x1b")
+    assert isinstance(refused.value, ValueError)
+    golden.says("a second message")
+
+def test_silent():
+    pass
+"""
+RECORDED = r"""test_numbers[10]
+  - there are 10
+
+test_numbers[2]
+  - there are 2
+
+test_raised
+  - <tmp_path>/a.txt, line 2:
+
+      - indented \x1b
+  - a second message
+"""
+
+
+def pytest_on(folder: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.golden", "-c", os.devnull, "--rootdir", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def messages(tmp_path: Path) -> Path:
+    """The file beside the tests in which CASES are."""
+    (tmp_path / "test_cases.py").write_text(CASES)
+    return tmp_path / "test_cases.messages.txt"
+
+
+def test_an_update_writes_what_the_tests_say_as_they_stand_in_their_file(messages: Path) -> None:
+    assert pytest_on(messages.parent, "--update-messages")[0] == 0
+    assert messages.read_text() == RECORDED
+    assert pytest_on(messages.parent)[0] == 0
+    assert pytest_on(messages.parent, "--update-messages", "-n", "2")[0] != 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        ("there are 2", "there were 2", "another message"),
+        ("  - a second message\n", "", "has no such message"),
+        ("a second message\n", "a second message\n  - a third\n", "no longer shows"),
+        ("test_raised", "test_renamed", "tests that are gone"),
+    ],
+)
+def test_a_message_that_is_changed_missing_superfluous_or_stale_fails(
+    messages: Path, before: str, after: str, found: str
+) -> None:
+    messages.write_text(RECORDED.replace(before, after))
+    status, said = pytest_on(messages.parent)
+    assert (status, found in said) == (1, True), said
+
+
+def test_an_update_of_one_test_keeps_the_messages_of_others_and_one_of_all_drops_what_is_stale(messages: Path) -> None:
+    stale = RECORDED.replace("there are", "there were") + "\ntest_gone\n  - nothing\n"
+    messages.write_text(stale)
+    assert pytest_on(messages.parent, "--update-messages", "test_cases.py::test_numbers[2]")[0] == 0
+    assert messages.read_text() == stale.replace("there were 2", "there are 2")
+    assert pytest_on(messages.parent, "--update-messages")[0] == 0
+    assert messages.read_text() == RECORDED
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"{golden.CHECKOUT}/docs, {golden.CHECKOUT}-2", f"<checkout>/docs, {golden.CHECKOUT}-2"),
+        (f"run {sys.prefix}/bin/python3 or {sys.prefix}/bin/asyncrl", "run <python> or <venv>/bin/asyncrl"),
+        ("127.0.0.1:41234 of process 77", "127.0.0.1:<port> of process <pid>"),
+        ("<f at 0x7f00aa11>, 12ab34cd, deadbeef, 12345678", "<f at <address>>, <hex>, deadbeef, 12345678"),
+        ("after 0.31 s of 5 s  \n", "after <measured> s of 5 s"),
+    ],
+)
+def test_what_changes_from_run_to_run_has_a_name(text: str, shown: str, tmp_path: Path) -> None:
+    assert golden.normalised(text, tmp_path.parent) == shown
+
+
+def test_every_file_of_messages_lies_beside_its_tests() -> None:
+    assert [
+        each
+        for each in ROOT.glob("tests/**/*.messages.txt")
+        if not Path(f"{each}".replace(".messages.txt", ".py")).exists()
+    ] == []
