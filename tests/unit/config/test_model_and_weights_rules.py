@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
+from tests import golden
 
 
 def test_vllm_takes_weights_from_shared_memory_only() -> None:
@@ -10,7 +11,7 @@ def test_vllm_takes_weights_from_shared_memory_only() -> None:
     for transport in ("auto", "shm"):
         Config.model_validate(plain | {"weights": {"transport": transport}})
     for transport in ("tcp", "file", "gloo", "nccl", "cuda_ipc"):
-        with pytest.raises(ValueError, match="shared memory of its host"):
+        with golden.raises(ValueError):
             Config.model_validate(plain | {"weights": {"transport": transport}})
 
 

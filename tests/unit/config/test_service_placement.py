@@ -8,6 +8,7 @@ from asyncrl.config.placement import joinable
 from asyncrl.config.schema import Config, FleetConfig
 from asyncrl.config.sources import load
 from asyncrl.fleet.weight_transport import transport_of
+from tests import golden
 
 LISTENS = {"listen": "tcp://127.0.0.1:7000", "wire": "tcp"}
 
@@ -28,7 +29,7 @@ def test_several_ranks_of_a_reference_do_not_join_either() -> None:
     base |= {"algorithm": {"kl": 0.1}, "fleet": FleetConfig(joined={"reference": 1}, **LISTENS).model_dump()}
     assert "reference" in joinable(Config.model_validate(base))
     several = base | {"reference": {"layout": {"tp": 2}}}
-    with pytest.raises(ValidationError, match="several ranks that join are not supported: leave reference out of"):
+    with golden.raises(ValidationError):
         Config.model_validate(several)
     assert "reference" not in joinable(Config.model_validate(several | {"fleet": {}}))
 
@@ -37,23 +38,23 @@ def test_several_ranks_of_a_critic_do_not_join() -> None:
     base = load("quickstart").config.model_dump()
     base |= {"algorithm": {"preset": "ppo"}, "fleet": FleetConfig(joined={"critic": 1}, **LISTENS).model_dump()}
     assert Config.model_validate(base)
-    with pytest.raises(ValidationError, match="several ranks that join are not supported: leave critic out of"):
+    with golden.raises(ValidationError):
         Config.model_validate(base | {"critic": {"layout": {"shard": 2}}})
 
 
 @pytest.mark.parametrize(
-    ("joined", "fleet", "why"),
+    ("joined", "fleet"),
     [
-        ({"generation": 1}, {}, "write both or none"),
-        ({}, LISTENS, "write both or none"),
-        ({"generation": 1}, {**LISTENS, "wire": "ipc"}, 'write fleet.wire = "tcp"'),
-        ({"generation": 2}, LISTENS, "2 generation workers are to join, and there are 1: raise generation.replicas"),
-        ({"training": 2}, LISTENS, "2 training workers are to join, and there are 1: write training = 1"),
-        ({"cost": 1}, LISTENS, "no cost workers may join; those .* are evaluation, generation, reward, training"),
+        ({"generation": 1}, {}),
+        ({}, LISTENS),
+        ({"generation": 1}, {**LISTENS, "wire": "ipc"}),
+        ({"generation": 2}, LISTENS),
+        ({"training": 2}, LISTENS),
+        ({"cost": 1}, LISTENS),
     ],
 )
-def test_what_cannot_join_is_refused(joined: dict[str, int], fleet: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValidationError, match=why):
+def test_what_cannot_join_is_refused(joined: dict[str, int], fleet: dict[str, Any]) -> None:
+    with golden.raises(ValidationError):
         config(joined, **fleet)
 
 
@@ -84,44 +85,35 @@ def sampled_by(trained: int, sampled: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        (INSIDE | {"staleness": {"limit": 1}}, "a rank that trains does not sample: write limit = 0, or write gen"),
-        (inside(engine="vllm"), 'vLLM has processes of its own: write engine = "torch"'),
-        (inside(replicas=2), "ranks of the trainer are the replicas: write replicas = 1"),
-        (inside(layout_tp=2), "share out layers by generation.layout: write layout_tp = 1"),
-        (inside(stored_samples="file.parquet"), "nothing is sampled: remove one of them"),
-        (inside(device="cuda:0"), 'ranks sample on the device that they train on: write device = "cpu"'),
-        (inside(pool="p") | {"pools": {"p": {"devices": ["cuda:0"]}}}, "ranks sample on their own devices"),
-        ({"generation": {"layout": {"tp": 2}}}, 'which needs colocate = "training": write that, or write generation.l'),
+        (INSIDE | {"staleness": {"limit": 1}}, "limit = 0"),
+        (inside(engine="vllm"), 'engine = "torch"'),
+        (inside(replicas=2), "replicas = 1"),
+        (inside(layout_tp=2), "generation.layout"),
+        (inside(stored_samples="file.parquet"), ""),
+        (inside(device="cuda:0"), 'device = "cpu"'),
+        (inside(pool="p") | {"pools": {"p": {"devices": ["cuda:0"]}}}, ""),
+        ({"generation": {"layout": {"tp": 2}}}, 'colocate = "training"'),
         (
             {"generation": {"layout": {"tp": 2}, "engine": "vllm"}},
             "or write generation.layout = { tp = 1 } and layout_tp for vLLM",
         ),
-        (sampled_by(4, 3), "tp = 4 slices of each layer cannot be shared out as generation.layout.tp = 3 asks: write"),
+        (sampled_by(4, 3), "tp = 4 slices"),
         (sampled_by(4, 3), "generation.layout = { tp = 2 } or { tp = 4 }"),
         (sampled_by(2, 4), "generation.layout = { tp = 2 }"),
         (sampled_by(1, 2), "generation.layout = { tp = 1 }"),
-        (
-            inside(layout={"pp": 2}) | {"training": {"layout": {"pp": 3}}},
-            "pp = 3 stages cannot be shared out as generation.layout.pp = 2 asks: write generation.layout = { pp = 3 }",
-        ),
-        (
-            {"generation": {"colocate": "halves"}},
-            'no "halves" any more: write "training" with staleness.limit = 0, or "none"',
-        ),
-        (sampled_by(2, 2) | {"environment": {"use": "countdown"}}, "never tried with episodes: remove it"),
-        (
-            sampled_by(2, 2) | {"training": {"layout": {"tp": 2}, "router_replay": True}},
-            "keeps no record of experts: write router_replay = false",
-        ),
-        (INSIDE | {"fleet": {"wire": "inproc"}}, "the trainer needs a process of its own: write wire"),
-        (INSIDE | JOINING, "a trainer that joins does not sample: remove training"),
-        ({"staleness": {"admission": "lockstep"}}, "the version before the one that trains it: write limit"),
-        (inside(device="cuda") | {"training": {"device": "cuda", "layout": {"dp": 2}}}, "ranks need a GPU each that"),
+        (inside(layout={"pp": 2}) | {"training": {"layout": {"pp": 3}}}, "pp = 3 stages"),
+        ({"generation": {"colocate": "halves"}}, '"halves"'),
+        (sampled_by(2, 2) | {"environment": {"use": "countdown"}}, ""),
+        (sampled_by(2, 2) | {"training": {"layout": {"tp": 2}, "router_replay": True}}, "router_replay = false"),
+        (INSIDE | {"fleet": {"wire": "inproc"}}, ""),
+        (INSIDE | JOINING, ""),
+        ({"staleness": {"admission": "lockstep"}}, ""),
+        (inside(device="cuda") | {"training": {"device": "cuda", "layout": {"dp": 2}}}, ""),
     ],
 )
 def test_what_ranks_that_sample_cannot_do_is_refused(sections: dict[str, Any], says: str) -> None:
     """Names what to write instead."""
-    with pytest.raises(ValidationError, match=re.escape(says)):
+    with golden.raises(ValidationError, match=re.escape(says)):
         Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "none"}, **sections})
 
 

@@ -7,6 +7,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.errors import ConfigError
+from tests import golden
 
 KEYS = r"feedback\.key: must be 8 to 128 characters, each a letter from A to Z, a digit, - or _$"
 HOSTS = r"feedback\.host: must be localhost or an IP address of this machine, such as 127\.0\.0\.1, not "
@@ -62,7 +63,7 @@ def test_held_out_answers_may_have_other_terms(flags: tuple[str, ...]) -> None:
 def test_the_weight_of_a_person_counts_where_a_person_is_asked() -> None:
     negative = '[{use = "numeric", weight = -2}]'
     assert loaded("--reward.functions", negative, "--feedback.weight", "3").is_scored
-    with pytest.raises(ConfigError, match="no weight is over 0"):
+    with golden.raises(ConfigError, match="over 0"):
         loaded("--reward.functions", negative, "--feedback.ask", "off", "--feedback.weight", "2")
 
 
@@ -74,11 +75,8 @@ def test_keys_and_hosts_that_are_taken(key: str, host: str) -> None:
     assert (config.feedback.key.value, config.feedback.host) == (key, host)
 
 
-@pytest.mark.parametrize(
-    ("feedback", "text"),
-    [({"weight": 2.0}, "nothing reads it without feedback"), ({"ask": "rate", "host": "0.0.0.0"}, "use a tunnel")],
-)
-def test_warnings(feedback: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize("feedback", [{"weight": 2.0}, {"ask": "rate", "host": "0.0.0.0"}])
+def test_warnings(feedback: dict[str, Any]) -> None:
     rewards = {"model": {"name": "m"}, "task": {"prompts": "p.jsonl"}, "reward": {"functions": ["exact_match"]}}
     (warning,) = Config.model_validate({**rewards, "feedback": feedback}).warnings
-    assert text in str(warning)
+    golden.says(str(warning))

@@ -14,6 +14,7 @@ from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy.service_specs import service_specs
 from asyncrl.errors import ConfigError
+from tests import golden
 
 TEXT = """\
 [model]
@@ -88,7 +89,7 @@ def test_a_written_config_reads_the_same(tmp_path: Path) -> None:
 def test_a_resume_with_another_table_is_refused(before: dict[str, Any] | None, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(dump(config(lora=before)))
     assert check_resume(tmp_path, config(lora=before), accept=False) == []
-    with pytest.raises(ConfigError, match=r"model\.lora: .*it changes what the run learns"):
+    with golden.raises(ConfigError, match=r"model\.lora"):
         check_resume(tmp_path, config(), accept=False)
 
 
@@ -98,7 +99,7 @@ def test_the_trainer_has_the_reference_so_that_no_service_holds_a_second_model()
     assert "reference" not in [spec.name for spec in service_specs(config(algorithm=kl))]
     (warning,) = config(algorithm=kl, reference={"replicas": 2}).warnings
     assert warning.key == "reference.replicas"
-    assert "the trainer computes the reference log-probs" in warning.text
+    golden.says(warning.text)
 
 
 @pytest.mark.parametrize("preset", ["ppo", "safe_rlhf"])
@@ -106,6 +107,6 @@ def test_a_critic_trains_all_its_weights_and_the_config_says_so(preset: str) -> 
     costs = {"cost": {"functions": ["exact_match"], "limit": 0.1}} if preset == "safe_rlhf" else {}
     found = config(algorithm={"preset": preset, "kl": 0.1}, **costs)
     assert [each.key for each in found.warnings] == ["model.lora"]
-    assert "a critic trains all weights" in found.warnings[0].text
+    golden.says(found.warnings[0].text)
     assert {"critic", "reference"} <= {spec.name for spec in service_specs(found)}
     assert not config().warnings

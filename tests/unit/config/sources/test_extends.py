@@ -6,6 +6,7 @@ import pytest
 
 from asyncrl.config.sources import load
 from asyncrl.errors import ConfigError
+from tests import golden
 
 BASE = """
 name = "base"
@@ -53,23 +54,17 @@ def test_bases_have_bases_and_later_ones_are_stronger(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (
-            {"mine": 'extends = "bse.toml"', "base": BASE},
-            r"mine\.toml: extends: there is no file .*bse\.toml; did you mean",
-        ),
-        (
-            {"mine": 'extends = "quickstrt"'},
-            r"mine\.toml: extends: there is no experiment 'quickstrt'; did you mean quick",
-        ),
+        ({"mine": 'extends = "bse.toml"', "base": BASE}, r"mine\.toml.*bse\.toml"),
+        ({"mine": 'extends = "quickstrt"'}, r"mine\.toml.*'quickstrt'"),
         ({"mine": 'extends = "mine.toml"'}, r"mine\.toml -> .*mine\.toml$"),
         ({"mine": 'extends = "b.toml"', "b": 'extends = "mine.toml"'}, r"mine\.toml -> .*b\.toml -> .*mine\.toml$"),
         (
             {"mine": 'extends = "base.toml"', "base": BASE.replace("size = 5", "size = 0")},
             r"base\.toml:9: task\.size: ",
         ),
-        ({"mine": 'extends = "base.toml"\n', "base": "this is no TOML"}, r"base\.toml: this is not valid TOML"),
+        ({"mine": 'extends = "base.toml"\n', "base": "this is no TOML"}, r"base\.toml.*TOML"),
     ],
 )
 def test_mistakes_name_the_file_that_has_them(files: dict[str, str], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with golden.raises(ConfigError, match=said):
         load(written(tmp_path, **files), (), {})

@@ -9,6 +9,7 @@ from asyncrl.config.sections.secret import Secret
 from asyncrl.config.sources import Loaded, load
 from asyncrl.errors import ConfigError
 from asyncrl.experiments import experiments
+from tests import golden
 
 Loader = Callable[..., Loaded]
 
@@ -167,46 +168,40 @@ def test_a_flag_may_repair_what_the_file_contradicts(loading: Loader) -> None:
 
 def test_a_contradiction_about_a_broken_key_waits(loading: Loader) -> None:
     said = mistakes(loading, GOOD + '[algorithm]\nweight_cap = 2.0\nold_logprobs = "engin"\n')
-    assert "did you mean engine?" in said
+    golden.says(said, "mean engine?")
     assert "\n" not in said
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--training 3", "training is a section: write training.KEY"),
-        ("task.size 3", "does not belong to a flag"),
+        ("--training 3", "training.KEY"),
+        ("task.size 3", ""),
         ("--task.size 3 --task.size 4", "is given 2 times"),
-        ("--telemetry.sinks wand", "item 1: must be 'tensorboard' or 'wandb', not 'wand'; did you mean wandb?"),
-        ("--reward.functions [{wieght=2}]", "item 1: wieght: there is no such key; did you mean weight?"),
-        ("--task.options x", "must be a TOML table, { KEY = VALUE }, not 'x'"),
+        ("--telemetry.sinks wand", "item 1"),
+        ("--reward.functions [{wieght=2}]", "item 1"),
+        ("--task.options x", "TOML"),
         ("--task.options.x 1 --task.options.x 2", "--task.options.x: is given 2 times: 1, 2"),
-        ("--task.options.x", "--task.options.x: needs a value"),
-        ("--task.options.x --task.size", "--task.options.x: needs a value"),
-        ("--task.size.x 3", "there is no such key"),
-        ("--fleet.wire zmq", "must be 'ipc', 'tcp' or 'inproc'"),
+        ("--task.options.x", "--task.options.x"),
+        ("--task.options.x --task.size", "--task.options.x"),
+        ("--task.size.x 3", ""),
+        ("--fleet.wire zmq", "'ipc', 'tcp'"),
     ],
 )
 def test_mistakes_in_flags(loading: Loader, flags: str, says: str) -> None:
-    assert says in mistakes(loading, GOOD, flags)
+    golden.says(mistakes(loading, GOOD, flags), says)
 
 
 def test_a_file_that_is_no_toml(loading: Loader) -> None:
-    assert "is not valid TOML" in mistakes(loading, "steps = = 3")
-    with pytest.raises(ConfigError, match=r"there is no file gone\.toml"):
+    golden.says(mistakes(loading, "steps = = 3"), "TOML")
+    with golden.raises(ConfigError, match=r"gone\.toml"):
         load("gone.toml", environ={})
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("[model]\nname = \n", "mine.toml: this is not valid TOML: Invalid value (at line 2, column 8)"),
-        ('[task]\nprompts = "p.jsonl', "(at end of document)"),
-    ],
-)
-def test_broken_syntax_is_one_mistake_with_its_place(text: str, says: str, loading: Loader) -> None:
+@pytest.mark.parametrize("text", ["[model]\nname = \n", '[task]\nprompts = "p.jsonl'])
+def test_broken_syntax_is_one_mistake_with_its_place(text: str, loading: Loader) -> None:
     said = mistakes(loading, text)
-    assert says in said
+    golden.says(said)
     assert "\n" not in said
 
 
@@ -216,24 +211,24 @@ def test_broken_syntax_hides_no_mistake_that_stands_elsewhere(loading: Loader) -
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_bytes(b'name = "\xff"')
-    with pytest.raises(ConfigError, match="not UTF-8 text: invalid start byte at byte 8"):
+    with golden.raises(ConfigError, match="UTF-8.*byte 8"):
         load(tmp_path / "mine.toml", environ={})
 
 
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("nofile.toml", "did you mean the file my-file.toml?"),
-        ("sub/mine.toml", "did you mean the file sub/mime.toml?"),
-        ("quikstart.toml", "did you mean the experiment quickstart?"),
-        ("my-fil", "did you mean the file my-file.toml?"),
-        ("quikstart", "did you mean quickstart?"),
-        ("smollm", "did you mean the file smolm.toml or the experiment smollm2?"),
-        ("zzz.toml", "the experiments that come with asyncrl are calculator, cartpole, code, code-repair"),
-        ("zzz", "there are calculator, cartpole, code, code-repair"),
-        ("a.toml", "there is no file a.toml; the experiments that come"),
-        ("sub/", "sub is a folder; a run that lies in one is resumed with --run-dir sub"),
-        ("sub", "sub is a folder; a run that lies in one is resumed with --run-dir sub"),
+        ("nofile.toml", "my-file.toml?"),
+        ("sub/mine.toml", "sub/mime.toml?"),
+        ("quikstart.toml", "quickstart?"),
+        ("my-fil", "my-file.toml?"),
+        ("quikstart", "mean quickstart?"),
+        ("smollm", "smolm.toml"),
+        ("zzz.toml", ""),
+        ("zzz", ""),
+        ("a.toml", "a.toml"),
+        ("sub/", "--run-dir"),
+        ("sub", "--run-dir"),
     ],
 )
 def test_an_unknown_target_names_the_closest_experiment_and_file(
@@ -245,24 +240,24 @@ def test_an_unknown_target_names_the_closest_experiment_and_file(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
         load(target, environ={})
-    assert says in str(error.value)
+    golden.says(str(error.value), says)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("ASYNCRL_TRANING__STEPS", "did you mean ASYNCRL_STEPS?"),
-        ("ASYNCRL_TRANING__LEARNING_RATE", "did you mean ASYNCRL_TRAINING__LEARNING_RATE?"),
-        ("ASYNCRL_TRAINING__LEARNIN_RATE", "did you mean ASYNCRL_TRAINING__LEARNING_RATE?"),
-        ("ASYNCRL_TRAINING_LEARNING_RATE", "did you mean ASYNCRL_TRAINING__LEARNING_RATE?"),
+        ("ASYNCRL_TRANING__STEPS", "mean ASYNCRL_STEPS?"),
+        ("ASYNCRL_TRANING__LEARNING_RATE", "mean ASYNCRL_TRAINING__LEARNING_RATE?"),
+        ("ASYNCRL_TRAINING__LEARNIN_RATE", "mean ASYNCRL_TRAINING__LEARNING_RATE?"),
+        ("ASYNCRL_TRAINING_LEARNING_RATE", "mean ASYNCRL_TRAINING__LEARNING_RATE?"),
         ("ASYNCRL_NUM_GENERATIONS", "write ASYNCRL_TASK__SAMPLES_PER_PROMPT"),
-        ("ASYNCRL_TRAINING", "training is a section: write ASYNCRL_TRAINING__KEY"),
+        ("ASYNCRL_TRAINING", "ASYNCRL_TRAINING__KEY"),
     ],
 )
 def test_a_misspelled_environment_variable_gets_the_closest(name: str, says: str, loading: Loader) -> None:
     said = mistakes(loading, GOOD, "", **{name: "3"})
     assert said.startswith(f"environment variable {name}: ")
-    assert says in said
+    golden.says(said, says)
 
 
 def test_an_unknown_experiment_names_the_closest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +265,7 @@ def test_an_unknown_experiment_names_the_closest(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("asyncrl.experiments.files", lambda _: tmp_path)
     assert experiments() == {"quickstart": "Learns to count."}
     assert load("quickstart", environ={}).config.name == "quickstart"
-    with pytest.raises(ConfigError, match="did you mean quickstart"):
+    with golden.raises(ConfigError, match="mean quickstart"):
         load("quikstart", environ={})
 
 
@@ -301,12 +296,12 @@ def test_a_flag_gives_one_entry_of_a_table_that_the_file_has(loading: Loader) ->
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--evaluate.sets.hrad.every 20", "--evaluate.sets.hrad.every: hrad: prompts: is missing"),
-        ("--evaluate.sets.hard.every 0", "--evaluate.sets.hard.every: hard: every: must be greater"),
-        ("--evaluate.sets.hard.evry 2", "hard: evry: there is no such key; did you mean every?"),
+        ("--evaluate.sets.hrad.every 20", "--evaluate.sets.hrad.every"),
+        ("--evaluate.sets.hard.every 0", "--evaluate.sets.hard.every"),
+        ("--evaluate.sets.hard.evry 2", "mean every?"),
     ],
 )
 def test_mistakes_in_entries_of_a_table_are_found_in_the_whole_table(loading: Loader, flags: str, says: str) -> None:
     said = mistakes(loading, GOOD + SETS, flags)
-    assert says in said
+    golden.says(said, says)
     assert "\n" not in said

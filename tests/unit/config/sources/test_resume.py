@@ -11,6 +11,7 @@ from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.resume import check_resume, compare, may_change
 from asyncrl.config.toml_writer import dump
 from asyncrl.errors import ConfigError
+from tests import golden
 
 
 def config(**sections: Any) -> Config:
@@ -112,9 +113,7 @@ def test_changed_tables_read_as_in_the_file() -> None:
 def test_a_changed_file_is_refused_like_a_changed_key(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(dump(config()))
     files = {"reward.functions": ["reward.functions: r.py has changed"], "evaluate.prompts": ["evaluate.prompts: h"]}
-    with pytest.raises(
-        ConfigError, match=r"other values or files:\n  reward\.functions: r\.py has changed\nwrite back"
-    ):
+    with golden.raises(ConfigError):
         check_resume(tmp_path, config(), accept=False, files=files)
     assert check_resume(tmp_path, config(), accept=True, files=files) == [text for (text,) in files.values()]
     assert check_resume(tmp_path, config(), accept=False, files={"evaluate.prompts": ["h"]}) == ["h"]
