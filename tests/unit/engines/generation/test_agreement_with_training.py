@@ -88,25 +88,6 @@ def test_with_a_float32_head_engine_and_trainer_in_bfloat16_agree_better(
     assert 0 < kl[True] < 0.8 * kl[False]
 
 
-def test_new_weights_are_those_of_a_float32_head_too(
-    model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
-) -> None:
-    """Whether they are copied or shared."""
-    for share in (False, True):
-        changed = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.bfloat16)
-        with torch.no_grad():
-            changed.get_output_embeddings().weight.mul_(-1)
-        weights = dict(changed.named_parameters(remove_duplicate=False))
-        late = engine(model_folder("llama"), dtype="bfloat16", float32_head=True)
-        late.load(weights, 0, share=share)
-        plain = engine(model_folder("llama"), dtype="bfloat16")
-        plain.load(weights, 0, share=share)
-        done = drain(late, requests(6))
-        expected = drain(plain, requests(6))
-        same = [np.array_equal(done[key].tokens, expected[key].tokens) for key in done]
-        assert np.mean(same) > 0.5, "rounding may change a draw, a head of other weights changes all"
-
-
 @pytest.mark.trap("engines_disagree")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_canary_sings_where_the_engine_has_the_trainers_weights_and_only_there(
@@ -243,19 +224,3 @@ def test_the_engine_samples_without_dropout(
     dropping, plain = (drain(each, requests(6)) for each in engines)
     for key, completion in plain.items():
         assert dropping[key].logprobs.tobytes() == completion.logprobs.tobytes()
-
-
-@pytest.mark.trap("seeds")
-@pytest.mark.parametrize("slots", [4, 32])
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_tokens_do_not_depend_on_replicas_and_slots(
-    replicas: int, slots: int, model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
-) -> None:
-    wanted = requests(15, seed=4)
-    expected = drain(engine(model_folder("llama"), slots=9, deterministic=True), wanted)
-    shares = [wanted[::-1][number::replicas] for number in range(replicas)]
-    engines = [engine(model_folder("llama"), slots=slots, deterministic=True) for _ in shares]
-    found = {key: done for each, share in zip(engines, shares, strict=True) for key, done in drain(each, share).items()}
-    assert {key: done.tokens.tolist() for key, done in found.items()} == {
-        key: done.tokens.tolist() for key, done in expected.items()
-    }

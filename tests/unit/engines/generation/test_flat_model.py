@@ -9,9 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
-    GPT2Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
@@ -19,9 +17,7 @@ from transformers import (
 from asyncrl.engines.canary_logprobs import PROBE_TEXT, PROBE_TOKENS, probe_tokens
 from asyncrl.engines.generation import flat_model
 from asyncrl.engines.generation.attention import flat_attention
-from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
-from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError
 
 SMALL: dict[str, Any] = {
@@ -57,15 +53,6 @@ def test_a_sentence_is_looked_at_and_where_there_are_no_words_different_tokens(
         tokenizer_object=Tokenizer(models.WordLevel({"?": 0, **{f"w{i}": i for i in range(1, 9)}}, unk_token="?"))
     )
     assert list(probe_tokens(words, Qwen2Config(**SMALL), 64)) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
-
-
-def test_other_plain_families_run_too() -> None:
-    """Learned positions, no shared heads, biases: nothing here is Llama's."""
-    shape = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
-    model = AutoModelForCausalLM.from_config(shape).eval()
-    ids = np.arange(PROBE_TOKENS)
-    expected = probe_logprobs(model, ids)
-    FlatModel(model, 2, 32, 64).verify(ids, expected)
 
 
 def test_attention_names_what_it_does_not_do() -> None:
@@ -171,16 +158,3 @@ def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pyte
     monkeypatch.setattr(flat_model, "_rotate", lambda states, cosine, sine: states)
     flat.verify(PROBED, expected)
     assert not flat.fast
-
-
-def test_what_is_not_written_out_is_sampled_by_the_modules(
-    make_engine: Callable[..., TorchEngine],
-    requests: Callable[..., list[SampleRequest]],
-    drain: Callable[..., dict[object, Completion]],
-    plain_logprobs: Callable[..., np.ndarray],
-) -> None:
-    engine = make_engine("llama-gelu")
-    assert not engine._flat.fast
-    for completion in drain(engine, requests(17)).values():
-        expected = plain_logprobs(completion, "llama-gelu")
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)

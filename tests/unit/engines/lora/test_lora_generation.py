@@ -88,19 +88,6 @@ def test_new_adapters_between_two_steps_end_no_sequence(
     assert (apart > 1e-3) == (kv == "keep"), "kept keys are those of the old adapters"
 
 
-def test_a_sample_is_the_same_bits_alone_and_beside_others(
-    folder: Path, config: MakeConfig, requests: MakeRequests, drain: Drain
-) -> None:
-    settings = config(generation={"slots": 5, "max_new_tokens": 24, "deterministic": True})
-    found = []
-    for wanted in (requests(5), requests(5)[:1]):
-        engine = TorchEngine(folder, settings)
-        engine.load(adapters(engine, 1), 0, share=True)
-        found.append(drain(engine, wanted)[wanted[0].key])
-    assert found[0].tokens.tolist() == found[1].tokens.tolist()
-    assert found[0].logprobs.tobytes() == found[1].logprobs.tobytes()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_canary_holds_with_the_right_adapters_and_only_with_those(
     dtype: str, folder: Path, config: MakeConfig

@@ -114,17 +114,6 @@ def test_a_row_trains_as_its_contexts_do(
         torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-4)
 
 
-def test_a_critic_values_each_context_alone(tiny: Path, make_episodes: Callable, make_config: Callable) -> None:
-    critic = CriticTrainer(make_config(algorithm={"preset": "ppo"}), tiny)
-    with torch.no_grad():
-        for parameter in critic.model.head.parameters():
-            parameter.normal_(0, 0.1)
-    for row in make_episodes(3, spans=SPANS):
-        (found,) = critic.values([row.prompt_ids], [row.response_ids], [row.spans])
-        alone = [critic.values([each.prompt_ids], [each.response_ids], [each.spans])[0] for each in split(row)]
-        np.testing.assert_allclose(found, np.concatenate(alone), atol=1e-5)
-
-
 def test_contexts_count_as_rows_of_a_micro_batch() -> None:
     lengths = [10, 10, 9, 9, 8]
     contexts = [1, 4, 1, 1, 7]

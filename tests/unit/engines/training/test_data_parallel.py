@@ -109,33 +109,6 @@ def test_ranks_with_the_same_rows_count_once(
             torch.testing.assert_close(engine.named_tensors()[name], weights, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("first", [4, 0])
-def test_advantages_of_tokens_are_standardized_over_all_ranks(
-    first: int, tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
-) -> None:
-    draw = np.random.default_rng(5)
-    rows = [replace(row, values=draw.normal(size=len(row.versions)).astype(np.float32)) for row in make_rows(10)]
-    config = make_config(algorithm={"preset": "ppo"})
-    expected = run_step(PolicyTrainer(config, tiny), rows, 1, 5).metrics
-    for _, outcome in on_ranks(config, tiny, [rows[:first], rows[first:]]):
-        assert outcome.metrics == pytest.approx(expected, rel=1e-6, abs=1e-6)
-
-
-def test_several_updates_on_three_ranks_are_those_of_one(
-    tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
-) -> None:
-    rows = make_rows(11)
-    config = make_config(training={"updates": 3})
-    alone = PolicyTrainer(config, tiny)
-    expected = run_step(alone, rows, 1, 5)
-    found = on_ranks(config, tiny, [rows[::2], rows[1:4:2], rows[5::2]])
-    for engine, outcome in found:
-        assert (outcome.updates, outcome.trained) == (3, expected.trained)
-        assert outcome.metrics == pytest.approx(expected.metrics, abs=1e-5)
-        for name, weights in alone.named_tensors().items():
-            torch.testing.assert_close(engine.named_tensors()[name], weights, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.trap("not_finite")
 def test_one_rank_with_a_broken_loss_stops_the_step_of_all(
     tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks

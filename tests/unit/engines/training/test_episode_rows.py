@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.micro_batches import forward_passes, lay_out_rows, mask_rows, spans_of, split_by_row
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
@@ -98,26 +97,6 @@ def test_gradients_do_not_depend_on_the_number_of_micro_batches(
         assert outcome.metrics == pytest.approx(found[0][0].metrics, rel=1e-5, abs=1e-6)
         for first, second in zip(found[0][1], gradients, strict=True):
             torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-4)
-
-
-def test_two_ranks_train_what_one_does(
-    tiny: Path, make_episodes: Callable, make_config: Callable, thread_ranks: Callable[[int], list[RankMesh]]
-) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    rows = make_episodes(9)
-    config = make_config(training={"max_grad_norm": 1e9})
-    alone = PolicyTrainer(config, tiny)
-    expected = run_step(alone, rows, INCARNATION, VERSION)
-    engines = [PolicyTrainer(config, tiny, ranks) for ranks in thread_ranks(2)]
-    with ThreadPoolExecutor(2) as threads:
-        shares = (rows[:4], rows[4:])
-        work = [threads.submit(run_step, e, s, INCARNATION, VERSION) for e, s in zip(engines, shares, strict=True)]
-        first, second = (done.result(30) for done in work)
-    assert first.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-6)
-    assert (*first.samples, *second.samples) == expected.samples
-    for name, tensor in alone.named_tensors().items():
-        torch.testing.assert_close(engines[0].named_tensors()[name], tensor, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

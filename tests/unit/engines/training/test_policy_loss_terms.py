@@ -126,23 +126,6 @@ def test_ratios_of_rows_are_those_of_rows_computed_alone(
     assert gradient(config, tiny, rows)[1]["loss/policy"] == pytest.approx(total / 9, rel=1e-5)
 
 
-def test_m2po_leaves_out_the_largest_ratios_of_the_whole_update(
-    tiny: Path, off_policy: Callable, make_config: Callable
-) -> None:
-    rows = off_policy(spread=0.5)
-    budget = 0.04
-    logs = np.concatenate([now - row.logprobs for row, now in zip(rows, logprobs_now(tiny, rows), strict=True)])
-    advantages = np.repeat([row.advantage for row in rows], [len(row.logprobs) for row in rows])
-    away = np.sort(logs[logs * advantages > 0] ** 2)
-    kept = len(away)
-    while away[:kept].mean() > budget:
-        kept -= 1
-    config = make_config(algorithm={"preset": "m2po"}, training={"micro_batch_tokens": 100})
-    metrics = gradient(config, tiny, rows)[1]
-    assert metrics["policy/clip_frac"] == pytest.approx((len(away) - kept) / len(logs))
-    assert 0 < kept < len(away)
-
-
 @pytest.mark.trap("masked_denominators")
 def test_what_a_correction_leaves_out_adds_nothing_and_changes_no_other_tokens_weight(
     tiny: Path, off_policy: Callable, make_config: Callable

@@ -136,24 +136,6 @@ def engine_texts(engine: PolicyTrainer) -> Any:
     return engine.texts
 
 
-def test_the_gradient_is_that_of_finite_differences(
-    reader: Path, texts: Path, learning: Callable, make_rows: Callable, move: Callable
-) -> None:
-    config = learning(coefficient=1.0)
-    rows = make_rows()
-    engine = PolicyTrainer(config, reader, texts=texts)
-    alone = PolicyTrainer(config, reader)
-    for each in (engine, alone):
-        run_step(each, rows, INCARNATION, VERSION)
-    direction = gradient(engine) - gradient(alone)
-    step = 1e-2 / float(direction.norm())
-    losses = []
-    for sign in (1.0, -2.0):
-        move(engine, sign * step * direction)
-        losses.append(run_step(engine, rows, INCARNATION, VERSION).metrics["policy/pretrain_loss"])
-    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(direction.square().sum()), rel=2e-2)
-
-
 @pytest.mark.trap("micro_batches")
 def test_gradients_are_the_same_for_1_2_and_7_micro_batches_of_texts(
     reader: Path, texts: Path, learning: Callable, make_rows: Callable

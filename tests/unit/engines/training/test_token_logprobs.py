@@ -71,14 +71,6 @@ def test_gradients_of_rows_together_are_those_of_rows_alone(
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-@pytest.mark.trap("tempered_logprobs")
-def test_logits_are_divided_by_the_temperature(tiny: Path, make_rows: Callable, temperature: float) -> None:
-    rows = make_rows(4)
-    for found, row in zip(all_logprobs(tiny, rows, temperature), rows, strict=True):
-        np.testing.assert_allclose(found, plain_logprobs(tiny, row, temperature), atol=1e-5)
-
-
 @pytest.mark.trap("padded_vocabulary")
 def test_ids_beyond_the_tokenizer_have_probability_zero(tiny: Path) -> None:
     model = load_causal_model(tiny, "cpu")

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.engines.generation.block_pool import GB
 from asyncrl.engines.generation.flat_model import cut_dims
 from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.models.model_shape import layers_of_stage
+from asyncrl.protocols.distribute_collect import even_parts
 from tests.unit.engines.generation.conftest import engine_config, make_model
 from tests.unit.engines.generation.ranks import engine_process
 from tests.unit.engines.generation.ranks.engine_process import play, versions_of
@@ -156,3 +158,13 @@ def test_the_death_of_a_rank_is_known_to_the_others(folder: Path) -> None:
     for rank in (0, 1, 2):
         for sizes in ("1x4", "2x2"):
             assert "the 4 training ranks could not exchange" in (folder / f"{sizes}-{rank}.txt").read_text()
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_stage_samples_with_the_layers_of_consecutive_stages_that_train(stages: int) -> None:
+    """Six layers train as 2, 2, 1 and 1, so that two stages sample with 4 and 2, and not with 3 each."""
+    trained = even_parts([1] * 6, 4)
+    each = 4 // stages
+    for number in range(stages):
+        joined = [layer for part in trained[number * each : (number + 1) * each] for layer in part]
+        assert list(layers_of_stage(6, 4, stages, number)) == joined

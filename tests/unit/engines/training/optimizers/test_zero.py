@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from asyncrl.config.placement import deepspeed_problems
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import is_in_parts
+from asyncrl.engines.ranks.rank_mesh import Ranks
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
-from asyncrl.engines.training.zero_optimizer import refuse_stale_lock
+from asyncrl.engines.training.zero_optimizer import FlatTensor, own_flat_part, refuse_stale_lock
 from asyncrl.errors import ConfigError
+from asyncrl.lanes.weights.slot_memory import whole_tensor
 from tests.unit.engines.training.optimizers import zero_process
 from tests.unit.engines.training.optimizers.zero_process import STEPS
 from tests.unit.engines.training.ranks.stage_process import rows_of
@@ -195,3 +198,28 @@ def test_sections_that_deepspeed_does_not_support_are_named(sections: dict[str, 
 def test_a_table_that_nothing_reads_gets_a_warning() -> None:
     problems = deepspeed_problems(config_of(deepspeed={"stage": 1}))
     assert [(each.key, each.is_warning) for each in problems] == [("training.deepspeed", True)]
+
+
+# Weights in flat parts: the parts of all ranks give the whole again, cast before they are gathered.
+
+
+class RanksWithParts(Ranks):
+    """Ranks that hold the flat parts of one tensor."""
+
+    def __init__(self, whole: Tensor, size: int) -> None:
+        self.size = size
+        self._parts = [own_flat_part(whole, rank, size) for rank in range(size)]
+
+    def gather_equal(self, values: Tensor) -> list[Tensor]:
+        return [part.to(values.dtype) for part in self._parts]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("shape", [(5, 2), (7,), (1,)])
+def test_flat_parts_give_the_whole_tensor(shape: tuple[int, ...], ranks: int) -> None:
+    whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+    parts = [own_flat_part(whole, rank, ranks) for rank in range(ranks)]
+    assert {len(part) for part in parts} == {-(-whole.numel() // ranks)}
+    found = whole_tensor(FlatTensor(parts[0], whole.shape, RanksWithParts(whole, ranks)), torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, whole.bfloat16())
