@@ -240,7 +240,7 @@ def _along_stages(regrouping: Regrouping, mesh: RankMesh) -> WeightGathering:
     ranks have a group."""
     stages = {stage for stage, _ in regrouping.needed(mesh.rank)}
     layout = regrouping.layout
-    has_group = regrouping.grouping == "zero-redundancy" and layout.gtp == layout.tp
+    has_group = layout.gtp == layout.tp
     along = Regrouping(Layout(pp=layout.pp, generation_pp=layout.gpp if has_group else 1))
     return WeightGathering(along, mesh.stages.rank, mesh.gathering if has_group else mesh.stages, stages)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from asyncrl.engines.ranks import weight_gathering
 from asyncrl.engines.ranks.pipeline import StageTensor
 from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.engines.ranks.weight_gathering import OwnSlice, WeightGathering, gather_for_generation
-from asyncrl.lanes.weights.plan.regrouping import Grouping, Regrouping
+from asyncrl.lanes.weights.plan.regrouping import Regrouping
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.protocols.rank_layout import Layout
 
@@ -47,13 +47,13 @@ class ThreadRanks(Ranks):
 Gathered: TypeAlias = tuple[dict[str, Tensor], WeightGathering, ThreadRanks]
 
 
-def gathered(grouping: Grouping, dtype: torch.dtype) -> list[Gathered]:
+def gathered(dtype: torch.dtype) -> list[Gathered]:
     """Gathers at every rank of LAYOUT; returns what each made, and how."""
 
     def slices(rank: int) -> dict[str, OwnSlice]:
         return {name: OwnSlice(whole.chunk(4, dim)[rank % 4], dim) for name, (whole, dim) in WHOLE.items()}
 
-    return run(Regrouping(LAYOUT, grouping), slices, dtype)
+    return run(Regrouping(LAYOUT), slices, dtype)
 
 
 def run(regrouping: Regrouping, slices: Callable[[int], dict[str, OwnSlice]], dtype: torch.dtype) -> list[Gathered]:
@@ -72,12 +72,11 @@ def run(regrouping: Regrouping, slices: Callable[[int], dict[str, OwnSlice]], dt
         return list(pool.map(gather, range(size), timeout=SECONDS))
 
 
-@pytest.mark.parametrize("grouping", get_args(Grouping))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_rank_gathers_what_it_generates_with(grouping: Grouping, dtype: torch.dtype) -> None:
-    regrouping = Regrouping(LAYOUT, grouping)
+def test_each_rank_gathers_what_it_generates_with(dtype: torch.dtype) -> None:
+    regrouping = Regrouping(LAYOUT)
     bytes_cut = sum(whole.numel() for whole, _ in WHOLE.values())
-    for rank, (made, gathering, group) in enumerate(gathered(grouping, dtype)):
+    for rank, (made, gathering, group) in enumerate(gathered(dtype)):
         for name, (whole, dim) in WHOLE.items():
             assert torch.equal(made[name], whole.to(dtype).chunk(2, dim)[regrouping.place(rank).tp])
         assert gathering.received == regrouping.cost(rank).volume * bytes_cut * dtype.itemsize
@@ -85,11 +84,9 @@ def test_each_rank_gathers_what_it_generates_with(grouping: Grouping, dtype: tor
 
 
 def test_buckets_bound_the_memory_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = gathered("zero-redundancy", torch.float32)
+    expected = gathered(torch.float32)
     monkeypatch.setattr(weight_gathering, "BUCKET_BYTES", 4 * 24 + 4)  # q or o of one rank, and not the bias too.
-    for (made, gathering, group), (other, in_one, _) in zip(
-        gathered("zero-redundancy", torch.float32), expected, strict=True
-    ):
+    for (made, gathering, group), (other, in_one, _) in zip(gathered(torch.float32), expected, strict=True):
         assert made.keys() == other.keys()
         assert all(torch.equal(made[name], other[name]) for name in made)
         assert (group.exchanges, gathering.received) == (3, in_one.received)

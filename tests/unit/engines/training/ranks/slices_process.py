@@ -1,5 +1,5 @@
-"""Four tensor ranks, forked from this process: they gather slices to sample with, in groups of all sizes and both
-groupings, connect as those groups, and leave what they saw in files.
+"""Four tensor ranks, forked from this process: they gather slices to sample with, in groups of all sizes,
+connect as groups, and leave what they saw in files.
 
 python slices_process.py FOLDER
 """
@@ -40,20 +40,17 @@ def slice_of(whole: Tensor, name: str, parts: int, number: int) -> Tensor:
     return whole if dim is None else whole.chunk(parts, dim)[number]
 
 
-def gathered(
-    trainer: PolicyTrainer, mesh: RankMesh, whole: dict[str, Tensor], tp: int, grouping: str
-) -> dict[str, Any]:
+def gathered(trainer: PolicyTrainer, mesh: RankMesh, whole: dict[str, Tensor], tp: int) -> dict[str, Any]:
     generation = trainer.config.generation
     generation = generation.model_copy(update={"layout": generation.layout.model_copy(update={"tp": tp})})
-    regrouping = replace(regrouping_of(LAYOUT, generation), grouping=grouping)
-    with_whom = {2: mesh.gathering, 4: Ranks()}[tp] if grouping == "zero-redundancy" else mesh.tensor
+    regrouping = regrouping_of(LAYOUT, generation)
+    with_whom = {2: mesh.gathering, 4: Ranks()}[tp]
     named = trainer.named_tensors()
     weights = trainer.trained_weights
     tensors, received = gather_for_generation(
         named, trainer.weights_spec, regrouping, replace(mesh, gathering=with_whom)
     )
-    if grouping == "zero-redundancy":
-        weights.hold_once(tensors)
+    weights.hold_once(tensors)
     twice = weights.held_twice(tensors)
     place = regrouping.place(mesh.rank).tp
     slices = all(torch.equal(each, slice_of(whole[name], name, tp, place)) for name, each in tensors.items())
@@ -97,7 +94,7 @@ def leave_what_is_seen(mesh: RankMesh) -> None:
     trial = json.loads((folder / "trial.json").read_text())
     trainer = PolicyTrainer(Config.model_validate(trial["config"]), Path(trial["model"]), mesh)
     whole = load_file(Path(trial["model"]) / "model.safetensors")
-    found = {f"{grouping} {tp}": gathered(trainer, mesh, whole, tp, grouping) for tp, grouping in trial["cases"]}
+    found = {str(tp): gathered(trainer, mesh, whole, tp) for tp in trial["sizes"]}
     found["groups"] = [joined(mesh, next(each for each in groups if mesh.rank in each)) for groups in trial["groups"]]
     torch.save(found, folder / f"{mesh.rank}.pt")
     dist.barrier()
