@@ -23,7 +23,7 @@ COMMANDS = {
     "pause": "hold a running run back: it draws no samples and begins no step until unpause",
     "unpause": "let a paused run go on",
     "stop": "end a running run with a checkpoint, after its running step",
-    "serve": "offer this host to a run, which starts a worker here",
+    "join": "offer this host to a run, which starts a worker here",
     "admit": "make a key with which workers of one role may join runs",
     "samples": "show what the model wrote, the rewards of its samples, and which tokens were trained",
     "evaluate": "score a run's model, or any model, on held-out prompts",
@@ -44,7 +44,7 @@ COMMANDS = {
 
 HOMES = {
     **{name: f"control:{name}" for name in ("pause", "unpause", "stop", "scale", "weights")},
-    "admit": "serve:admit",
+    "admit": "join:admit",
     "push": "export:push",
     "try": "evaluate:try_rows",
     "tune": "tuning.tune:main",
@@ -65,6 +65,7 @@ MEANT = {
     **dict.fromkeys(("upload", "publish"), "push"),
     **dict.fromkeys(("new", "create"), "init"),
     **dict.fromkeys(("sweep", "search"), "tune"),
+    "serve": "join",
     **dict.fromkeys(("version", "-V", "-v"), "--version"),
 }
 """Commands by words that other programs have for them."""

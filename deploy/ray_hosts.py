@@ -1,7 +1,7 @@
 """Places the workers that join a run on a Ray cluster.
 
 asyncrl run --on ray ──> placement group: a bundle for each worker
-                    └──> NodeHost actors, one in each bundle ──> `asyncrl serve` ──> joins the run at fleet.listen
+                    └──> NodeHost actors, one in each bundle ──> `asyncrl join` ──> joins the run at fleet.listen
 node or actor dies ───> Ray moves the bundle and starts the actor again ──────────> joins again
 
 Calls, rows and weights take the run's own lanes. Ray carries the key of a role, as an argument of its actors, since it
@@ -225,7 +225,7 @@ class _Starts:
         """Returns the actor in the bundle of this number."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        command = ["-m", "asyncrl.deploy.cli", "serve", place.service, "--join", self.listen, "--key", "-"]
+        command = ["-m", "asyncrl.deploy.cli", "join", place.service, "--to", self.listen, "--key", "-"]
         # A host whose actor is gone has no resources of Ray any more, and so no time to drain.
         command += ["--timeout", str(self.deadline), "--drain", "0"]
         variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if place.sees_all_gpus else {}

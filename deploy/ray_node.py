@@ -1,4 +1,4 @@
-"""An actor of Ray that offers its node to a run, as `asyncrl serve` does there: by that command, as a child.
+"""An actor of Ray that offers its node to a run, as `asyncrl join` does there: by that command, as a child.
 
 Ray starts the actor again when it or its node died, and so the node, or the next one, joins again. This module imports
 nothing that a worker needs, and no Ray.
@@ -22,7 +22,7 @@ LOG_BYTES = 8 << 20
 """Last bytes of a log that are handed over: an actor answers with all its logs at once."""
 
 RESUMABLE = 75
-"""Exit status of `asyncrl serve` that has found no run in time."""
+"""Exit status of `asyncrl join` that has found no run in time."""
 
 STARTED_AGAIN = 1
 """Exit status of an actor whose child died. Ray counts each death of an actor that it did not order as one to mend."""
@@ -31,7 +31,7 @@ CREDENTIALS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class NodeHost:
-    """Runs `asyncrl serve`. command: it, without the interpreter; it reads `key` from its standard input, and leaves
+    """Runs `asyncrl join`. command: it, without the interpreter; it reads `key` from its standard input, and leaves
     the run when that ends, with this process. name: of the folder for logs of workers that do not see the run's."""
 
     def __init__(self, command: list[str], key: str, name: str) -> None:
@@ -49,7 +49,7 @@ class NodeHost:
         assert self._child.stdin is not None
         self._child.stdin.write(f"{' '.join(key.split())}\n")
         self._child.stdin.flush()
-        threading.Thread(target=self._follow, name="asyncrl serve", daemon=True).start()
+        threading.Thread(target=self._follow, name="asyncrl join", daemon=True).start()
 
     def _follow(self) -> None:
         """Ends this actor when its child died or found no run: Ray starts it again. A run that has ended, or refuses

@@ -177,7 +177,7 @@ async def _join_point(
             packages = ("asyncrl",) if spec.origin == "plain" else ("asyncrl", "torch", "transformers")
             offered[spec.name] = list(offered_files(spec.name, facts, scorers))
             key = keys.path / f"{spec.name}.key"
-            command = f"{program()} serve {spec.name} --join {config.fleet.listen} --key {key}"
+            command = f"{program()} join {spec.name} --to {config.fleet.listen} --key {key}"
             pool = pools.get(names.get(spec.name, ""))
             hosts = tuple(each.host for each in placed.get(spec.name, ()))
             places[spec.name] = Places(spec.joined, packages, command, pool, device_of(config, spec), hosts)

@@ -49,9 +49,7 @@ def main(arguments: list[str]) -> int:
 
     return _print_all(
         join_checks(options.join, options.key, options.target or ""),
-        lambda: shlex.join(
-            ["serve", WorkerKey.read(options.key).role, "--join", options.join, "--key", str(options.key)]
-        ),
+        lambda: shlex.join(["join", WorkerKey.read(options.key).role, "--to", options.join, "--key", str(options.key)]),
     )
 
 

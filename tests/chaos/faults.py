@@ -17,7 +17,7 @@ waits for a controller."""
 GENERATION, REWARD, TRAINING, CONTROLLER, AGENT, CHILD = (
     *("generation", "reward", "training", "controller", "agent", "child"),
 )
-"""Processes that can be killed or stopped. agent: the `asyncrl serve` of a worker. child: runs reward functions."""
+"""Processes that can be killed or stopped. agent: the `asyncrl join` of a worker. child: runs reward functions."""
 
 Seconds = tuple[float, float]
 
@@ -56,7 +56,7 @@ KINDS = (
     Kind("kill -9 of a generation worker", "kill", 4, JOINED, roles=((GENERATION,),)),
     Kind("kill -9 of a reward worker", "kill", 3, JOINED, roles=((REWARD,),)),
     Kind("kill -9 of a process that runs rewards", "kill", 2, JOINED, roles=((CHILD,),)),
-    Kind("kill -9 of an agent (asyncrl serve)", "kill", 2, BOOTED, roles=((AGENT,),)),
+    Kind("kill -9 of an agent (asyncrl join)", "kill", 2, BOOTED, roles=((AGENT,),)),
     Kind("kill -9 of two workers at once", "kill", 3, JOINED, roles=((GENERATION, GENERATION), (GENERATION, REWARD))),
     Kind("kill -9 of the trainer", "kill", 0.7, (1,), roles=((TRAINING,),), is_outage=True),
     Kind("kill -9 of the controller", "kill", 0.7, (1,), roles=((CONTROLLER,),), is_outage=True),

@@ -2,7 +2,7 @@
 machine does that boots. One that ends by itself is a failure of the product, and stays ended.
 
     h1  asyncrl run --restarts ── controller ── trainer      its run directory is a small disk that only h1 sees
-    h2  asyncrl serve x 3 ── generation, generation, reward      its cache is a small disk, too
+    h2  asyncrl join x 3 ── generation, generation, reward      its cache is a small disk, too
     h3  as h2
 
 The run begins, and goes on, with the workers of one host.
@@ -110,8 +110,8 @@ class FleetOnHosts:
         return [*CLI, "run", self.experiment, *where, "--fleet.joined", f"{{{joined}}}", *replicas, *self.flags]
 
     def _serve_command(self, role: str) -> list[str]:
-        where = ["--join", f"tcp://{self.hosts.address(1)}:{PORT}", "--cache", str(self.cache)]
-        return [*CLI, "serve", role, *where, "--key", str(self.folder / "keys" / f"{role}.key")]
+        where = ["--to", f"tcp://{self.hosts.address(1)}:{PORT}", "--cache", str(self.cache)]
+        return [*CLI, "join", role, *where, "--key", str(self.folder / "keys" / f"{role}.key")]
 
     # ---- keeping alive
 

@@ -54,7 +54,7 @@ class Joining(Worker):
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="asyncrl-fuzz-"))
         (self._folder / "seen").write_bytes(b"seen")
-        places = {"generation": Places(1, ("asyncrl",), "asyncrl serve generation")}
+        places = {"generation": Places(1, ("asyncrl",), "asyncrl join generation")}
         self._point = JoinPoint(
             "inproc://worker",
             places,

@@ -1,4 +1,4 @@
-"""Two generation workers join the quickstart by `asyncrl serve`; one host is killed, and one joins again."""
+"""Two generation workers join the quickstart by `asyncrl join`; one host is killed, and one joins again."""
 
 import os
 import re
@@ -64,7 +64,7 @@ def test_a_host_that_is_told_to_leave_finishes_its_groups_first(quickstart_model
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
     flags += ["--listen", address, "--fleet.joined", "{generation = 1}", "--generation.replicas", "1"]
     key = run_dir / "join_keys" / "generation.key"
-    serve = ["serve", "generation", "--join", address, "--key", str(key)]
+    serve = ["join", "generation", "--to", address, "--key", str(key)]
     with program("run", "quickstart", *flags, output=shown) as run:
         wait_until(lambda: key.with_suffix(".admitted").exists(), "the keys of the run")
         with (
@@ -104,7 +104,7 @@ def test_a_trainer_that_joins_trains_and_its_death_ends_the_run_until_a_resume(
     again = tmp_path / "again.out"
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
     flags += ["--listen", address, "--fleet.joined", "{training = 1}", "--training.checkpoint_every", "5"]
-    serve = ["serve", "training", "--join", address, "--key", str(key)]
+    serve = ["join", "training", "--to", address, "--key", str(key)]
     with program("run", "quickstart", *flags, output=shown) as run:
         wait_until(lambda: key.with_suffix(".admitted").exists(), "the keys of the run")
         with program(*serve, output=tmp_path / "1.out") as trainer:
@@ -133,7 +133,7 @@ def test_a_host_that_is_killed_joins_again_and_a_trainer_that_dies_ends_no_run(
     key = run_dir / "join_keys" / "generation.key"
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
     flags += ["--listen", address, "--fleet.joined", "{generation = 2}", "--generation.replicas", "2"]
-    serve = ["serve", "generation", "--join", address, "--key", str(key)]
+    serve = ["join", "generation", "--to", address, "--key", str(key)]
 
     def check(what: str) -> int:
         return finished([*CLI, *serve, "--check", what], timeout=20).returncode

@@ -27,7 +27,7 @@ HELPER = "def same(one, other):\n    return float(one.strip() == other)\n"
 def host(role: str, address: str, tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Serves where `controller` is an empty folder."""
     script = f'mount -t tmpfs tmpfs {tmp_path / "controller"} && exec "$@"'
-    serve = [*CLI, "serve", role, "--join", address, "--key", f"{tmp_path}/keys/{role}.key"]
+    serve = [*CLI, "join", role, "--to", address, "--key", f"{tmp_path}/keys/{role}.key"]
     command = [*HIDDEN, "bash", "-c", script, "bash", *serve, "--cache", str(tmp_path / role)]
     with (tmp_path / f"{role}.out").open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)

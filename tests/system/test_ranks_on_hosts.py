@@ -34,7 +34,7 @@ def test_two_ranks_train_on_two_hosts_and_the_death_of_one_ends_the_run(quicksta
         flags += ["--listen", address, "--fleet.joined", "{training = 2}", "--training.layout.dp", "2"]
         flags += ["--fleet.join_keys", str(keys), "--steps", "5000"]
         run = hosts.start(1, [*CLI, "run", "quickstart", *flags], shown, variables)
-        serve = [*CLI, "serve", "training", "--join", address, "--key", str(keys / "training.key")]
+        serve = [*CLI, "join", "training", "--to", address, "--key", str(keys / "training.key")]
         ranks = [hosts.start(host, serve, tmp_path / f"h{host}.out", variables) for host in (2, 3)]
         wait_until(lambda: len(steps(shown)) >= 5, shown.read_text, PATIENCE)
         ranks[1].send_signal(signal.SIGKILL)
@@ -76,7 +76,7 @@ def test_the_recipe_of_eight_hosts_trains_a_tiny_model_on_three_with_neighbourin
         for number, (host, role) in enumerate(
             ((2, "training"), (3, "training"), (2, "training"), (3, "training"), (4, "generation"))
         ):
-            serve = [*CLI, "serve", role, "--join", address, "--key", str(keys / f"{role}.key")]
+            serve = [*CLI, "join", role, "--to", address, "--key", str(keys / f"{role}.key")]
             hosts.start(host, serve, tmp_path / f"{number}.out", variables)
         assert run.wait(PATIENCE) == 0, shown.read_text()
         assert steps(shown) == ["1", "2"]

@@ -104,7 +104,7 @@ def test_an_actor_that_is_killed_is_started_again_and_joins_again(quickstart_mod
 
 
 def is_serving(pid: int, service: str) -> bool:
-    return f"asyncrl.deploy.cli serve {service} " in command_line(pid)
+    return f"asyncrl.deploy.cli join {service} " in command_line(pid)
 
 
 def parent(pid: int) -> int:
@@ -113,7 +113,7 @@ def parent(pid: int) -> int:
 
 def environment_of_workers(run: int) -> str:
     """Returns the variables of all hosts of a run and of what they started."""
-    serving = [pid for pid in descendants(run) if "asyncrl.deploy.cli serve " in command_line(pid)]
+    serving = [pid for pid in descendants(run) if "asyncrl.deploy.cli join " in command_line(pid)]
     assert serving
     workers = {each for pid in serving for each in (pid, *descendants(pid))}
     return "".join(Path(f"/proc/{pid}/environ").read_text() for pid in workers if not dead(pid))

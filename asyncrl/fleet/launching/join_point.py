@@ -467,7 +467,7 @@ class JoinPoint:
                 self._dismiss(
                     offer,
                     f"{offer.host.name} gets no {offer.service} worker any more, because {START_TRIES} in a row could "
-                    f"not start there: {worker.why}. Mend that on {offer.host.name}, and start `{program()} serve "
+                    f"not start there: {worker.why}. Mend that on {offer.host.name}, and start `{program()} join "
                     f"{offer.service}` there again",
                 )
             self._changed.wake()

@@ -145,7 +145,7 @@ class TrialHosts:
 
     def join_point(self, specs: Iterable[ServiceSpec]) -> JoinPoint:
         """Returns the controller's end of joining, for those of its services whose workers join."""
-        places = {spec.name: Places(spec.joined, VERSIONS, f"serve {spec.name}") for spec in specs if spec.joined}
+        places = {spec.name: Places(spec.joined, VERSIONS, f"join {spec.name}") for spec in specs if spec.joined}
         return JoinPoint(
             JOIN_ADDRESS, places, lambda proof: proof, deadline=JOIN_DEADLINE, report=lambda _: None, versions=VERSIONS
         )

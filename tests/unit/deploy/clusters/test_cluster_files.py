@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from asyncrl.config.sections.runtime_config import FleetConfig
-from asyncrl.deploy.commands.serve import DRAIN
+from asyncrl.deploy.commands.join import DRAIN
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")

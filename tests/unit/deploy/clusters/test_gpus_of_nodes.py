@@ -193,7 +193,7 @@ def test_compose_starts_a_worker_on_each_gpu_of_the_machine(
         own = {"SEEN": str(gpus)} | {key: value or "" for key, value in found["environment"].items()}
         commands += started([*found["entrypoint"], *found["command"]], tmp_path / service, own)
         assert found["deploy"]["resources"]["reservations"]["devices"][0]["count"] == "all"
-    served = Counter(command[2] for command in commands if command[1] == "serve")
+    served = Counter(command[2] for command in commands if command[1] == "join")
     assert served == {"training": train, "generation": generate}
     (run,) = (command for command in commands if command[1] == "run")
     placed = Placement.of(config_of(run, "tcp://127.0.0.1:7000")).workers

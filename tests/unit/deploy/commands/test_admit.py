@@ -12,7 +12,7 @@ from asyncrl.fleet.launching.key_folder import KeyFolder, WorkerKey
 def test_a_key_is_shown_with_the_command_that_uses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["admit", str(tmp_path), "generation", "--name", "rented"]) == 0
     assert WorkerKey.read(tmp_path / "rented.key").role == "generation"
-    assert "serve generation --join tcp://HOST:PORT --key rented.key\n" in capsys.readouterr().out
+    assert "join generation --to tcp://HOST:PORT --key rented.key\n" in capsys.readouterr().out
     assert main(["admit", str(tmp_path), "monitor"]) == 0
     printed = capsys.readouterr().out
     assert "monitor tcp://HOST:PORT --key monitor.key\n" in printed

@@ -33,7 +33,7 @@ async def run_that_listens(folder: Path, **versions: str) -> AsyncIterator[tuple
     keys.key_of("echo")
     with listening() as (_, address):
         pass
-    places = {"echo": Places(1, ("asyncrl", "torch"), "asyncrl serve echo")}
+    places = {"echo": Places(1, ("asyncrl", "torch"), "asyncrl join echo")}
     point = JoinPoint(
         address, places, keys.role_of, deadline=30.0, report=print, versions=installed_versions() | versions
     )
@@ -60,7 +60,7 @@ async def test_a_host_that_could_join_is_told_clock_and_bandwidth(
     assert f"tcp://localhost:{address.rpartition(':')[2]} is {address}" in text
     assert "the controller's is " in text
     assert text.count(" MB/s (4.0 MiB, encrypted, on one connection)") == 2
-    assert f"serve echo --join tcp://localhost:{address.rpartition(':')[2]} --key {key}" in text
+    assert f"join echo --to tcp://localhost:{address.rpartition(':')[2]} --key {key}" in text
 
 
 async def test_a_revoked_key_other_versions_and_a_service_that_does_not_join(

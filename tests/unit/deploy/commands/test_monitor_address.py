@@ -36,7 +36,7 @@ async def run_that_listens(
     with closing(bound_socket("127.0.0.1", 0, "a test")) as bound:
         address = f"tcp://127.0.0.1:{bound.getsockname()[1]}"
     watch = RunWatch(directory, keys.role_of, now).watch
-    places = {"echo": Places(1, ("asyncrl",), "asyncrl serve echo")}
+    places = {"echo": Places(1, ("asyncrl",), "asyncrl join echo")}
     point = JoinPoint(address, places, keys.role_of, deadline=30.0, report=print, watch=watch)
     with closing(ZmqWire(keys.controller_keys())) as wire:
         async with open_join_point(point, wire):

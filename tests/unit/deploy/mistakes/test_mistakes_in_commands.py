@@ -68,7 +68,7 @@ def test_flags_of_a_run(mistake: Mistake, answered: Answered) -> None:
     Mistake("target", "export model", "`asyncrl export` needs target: Name a folder"),
     Mistake("spare", "audit model more", "`asyncrl audit` has no use for 'more'"),
     Mistake("no-fit", "preferences", "`asyncrl preferences` needs fit"),
-    Mistake("no-key", "serve generation --join tcp://127.0.0.1:1", "`asyncrl serve` needs --key"),
+    Mistake("no-key", "join generation --to tcp://127.0.0.1:1", "`asyncrl join` needs --key"),
     Mistake("graph", "graph", "name an experiment or its TOML file first: `asyncrl graph quickstart`"),
     Mistake("plan", "plan --steps 3", "name an experiment or its TOML file first: `asyncrl plan quickstart`"),
     Mistake("experiments", "experiments quickstart", "`asyncrl experiments` takes no arguments"),

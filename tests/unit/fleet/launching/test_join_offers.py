@@ -84,7 +84,7 @@ def test_a_host_that_cannot_start_a_worker_loses_its_offer_after_three_tries_and
     told = [text for text in said if text.startswith("h1 gets no echo worker any more")]
     assert len(told) == 1
     assert "CUDA out of memory. Mend that on h1, and start `" in told[0]
-    assert told[0].endswith("serve echo` there again")
+    assert told[0].endswith("join echo` there again")
 
 
 def test_a_worker_that_took_calls_keeps_its_host_the_offer() -> None:

@@ -27,7 +27,7 @@ ADDRESS = "inproc://joining"
 DEADLINE = 100.0
 TIMEOUT = 30.0
 VERSIONS = {"asyncrl": "1", "torch": "2"}
-ECHO = Places(needed=1, packages=("asyncrl", "torch"), command="asyncrl serve echo")
+ECHO = Places(needed=1, packages=("asyncrl", "torch"), command="asyncrl join echo")
 
 
 @dataclass
@@ -278,7 +278,7 @@ def test_a_run_says_who_is_missing_and_how_to_start_it() -> None:
         here.host("h1")
         first, second = [here.point.spawn(place(replica)) for replica in (0, 1)]
         await first
-        with pytest.raises(FleetFailed, match=r"1 of 2 echo workers have not joined .* within 100 s.*serve echo"):
+        with pytest.raises(FleetFailed, match=r"1 of 2 echo workers have not joined .* within 100 s.*join echo"):
             await second
 
     playing(play, replace(ECHO, needed=2))

@@ -19,7 +19,7 @@ from asyncrl.lanes.host_id import HostId
 from tests.unit.fleet.fake_workers import spec_of
 from tests.unit.fleet.launching.test_joining import FakeLauncher
 
-ECHO = Places(needed=1, packages=("asyncrl",), command="asyncrl serve echo")
+ECHO = Places(needed=1, packages=("asyncrl",), command="asyncrl join echo")
 
 
 @pytest.fixture

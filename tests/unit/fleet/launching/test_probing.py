@@ -41,7 +41,7 @@ def test_a_probe_says_what_joining_would_and_takes_no_place() -> None:
             assert (found.answer.objection, found.answer.packages) == ("", ["asyncrl", "torch"])
             assert found.answer.versions == VERSIONS
             assert found.up.bytes == found.down.bytes == PROBE_BYTES
-            assert here.said == ["1 echo workers are to join at inproc://joining; each by: asyncrl serve echo"]
+            assert here.said == ["1 echo workers are to join at inproc://joining; each by: asyncrl join echo"]
             assert here.point._offers == {}
             for wrong, why in (
                 (request("other"), "is of reward workers"),

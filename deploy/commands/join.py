@@ -1,4 +1,4 @@
-"""`asyncrl serve` offers this host to a run, which starts a worker of one role here."""
+"""`asyncrl join` offers this host to a run, which starts a worker of one role here."""
 
 import argparse
 import asyncio
@@ -48,13 +48,13 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--drain: {asked.drain:g} s is no time to drain; write 0 to {LONGEST_DRAIN:g}")
     if not asked.timeout >= 0:  # Neither is a number that is none.
         raise ConfigError(f"--timeout: {asked.timeout:g} s is no time to wait; write 0 or more")
-    address = join_address(asked.join, "--join")
+    address = join_address(asked.to, "--to")
     if asked.check:
         return asyncio.run(_check(asked, key, address))
     allow_descriptors(LARGE_FLEET)
     own = address_of_this_host(asked.address, "--address") if asked.address else local_address_towards(address)
     with _forks(asked.role) as forks:
-        asyncio.run(_serve(asked, key, own, forks))
+        asyncio.run(_join(asked, key, own, forks))
     return 0
 
 
@@ -69,9 +69,9 @@ def _key_from_input() -> "WorkerKey":
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("asyncrl serve", description=__doc__)
+    parser = CommandParser("asyncrl join", description=__doc__)
     parser.add_argument("role", help="Service whose worker may run here, such as generation.")
-    parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="Where the run listens.")
+    parser.add_argument("--to", required=True, metavar="tcp://HOST:PORT", help="Where the run listens.")
     parser.add_argument("--key", required=True, type=Path, help=KEY_HELP)
     parser.add_argument("--address", default="", help="Address of this host that others reach; default: towards HOST.")
     text = "Seconds to wait for a run that is not there, yet or any more; default: 300."
@@ -113,7 +113,7 @@ async def _check(asked: argparse.Namespace, key: "WorkerKey", address: str) -> i
     return 0 if asked.check == "run" or state in (HostState.WORKS, HostState.WAITS) else 1
 
 
-async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, forks: "Forks | None") -> None:
+async def _join(asked: argparse.Namespace, key: "WorkerKey", own_address: str, forks: "Forks | None") -> None:
     from asyncrl.deploy.join_address import join_address
     from asyncrl.deploy.process.interrupts import StopSignals
     from asyncrl.deploy.process.local_launcher import LocalLauncher
@@ -140,10 +140,10 @@ async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, 
             await forks.prepare("torch" if asked.role in WITH_TORCH else "plain")
         files = FileCache(asked.cache.absolute(), say, asked.logs.absolute() if asked.logs else None)
         host = JoiningHost(
-            *(wire, asked.join, asked.role, key.proof, launcher, stop, files),
+            *(wire, asked.to, asked.role, key.proof, launcher, stop, files),
             timeout=asked.timeout,
             say=say,
-            resolve=partial(asyncio.to_thread, partial(join_address, key="--join")),
+            resolve=partial(asyncio.to_thread, partial(join_address, key="--to")),
             drain=asked.drain,
             secret_paths=(str(asked.key.absolute()),) if asked.key != STANDARD_INPUT else (),
         )
@@ -185,7 +185,7 @@ def admit(arguments: list[str]) -> int:
     else:
         use = (
             f"lets {asked.role} workers join: copy it to their hosts, where only they read it, and start each with\n"
-            f"  {program()} serve {asked.role} --join"
+            f"  {program()} join {asked.role} --to"
         )
     print(
         f"{key} {use} tcp://HOST:PORT --key {key.name}\n"

@@ -1,4 +1,4 @@
-"""asyncrl serve: the key that it reads from a pipe, and what its workers are forked from."""
+"""asyncrl join: the key that it reads from a pipe, and what its workers are forked from."""
 
 import os
 import resource
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl.deploy import cli
-from asyncrl.deploy.commands import serve
+from asyncrl.deploy.commands import join
 from asyncrl.deploy.process import fork_client
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.launching.key_folder import KeyFolder
 
 ELSEWHERE = "192.0.2.7"
 """An address of a network for documentation, RFC 5737."""
-SERVE = ["serve", "reward", "--join", "tcp://127.0.0.1:7000", "--key", "-"]
+JOIN = ["join", "reward", "--to", "tcp://127.0.0.1:7000", "--key", "-"]
 
 
 def served_with(text: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -26,7 +26,7 @@ def served_with(text: str, monkeypatch: pytest.MonkeyPatch) -> int:
     os.close(writes)
     with os.fdopen(reads) as pipe:
         monkeypatch.setattr(sys, "stdin", pipe)
-        return cli.main(SERVE)
+        return cli.main(JOIN)
 
 
 def test_a_key_of_another_role_is_refused_from_a_pipe_too(
@@ -62,7 +62,7 @@ def test_flags_that_no_worker_could_use_are_refused_before_joining(
     flags: tuple[str, str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = KeyFolder.made(tmp_path).key_of("reward")
-    assert cli.main([*SERVE[:-1], str(key), *flags]) == 2
+    assert cli.main([*JOIN[:-1], str(key), *flags]) == 2
     assert why in capsys.readouterr().err
 
 
@@ -71,7 +71,7 @@ def test_a_file_as_standard_input_is_refused(
 ) -> None:
     with KeyFolder.made(tmp_path).key_of("reward").open() as file:
         monkeypatch.setattr(sys, "stdin", file)
-        assert cli.main(SERVE) == 2
+        assert cli.main(JOIN) == 2
     assert "--key -: standard input is a file, not a pipe: name the file with --key FILE" in capsys.readouterr().err
 
 
@@ -87,7 +87,7 @@ def test_workers_of_every_role_are_forked_and_torch_is_imported_only_for_those_t
 
     monkeypatch.setattr(fork_client, "Forks", forks)
     for role in ("reward", "generation"):
-        with serve._forks(role) as forked:
+        with join._forks(role) as forked:
             assert str(forked) == "forks"
     assert imported == [(), fork_client.MODULES]
 
@@ -101,5 +101,5 @@ def test_a_host_may_open_as_many_files_as_a_large_fleet_needs(
     monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
     with pytest.raises(ConfigError, match="no address of this host"):
-        serve.main(["reward", "--join", "tcp://127.0.0.1:7000", "--key", str(key), "--address", "203.0.113.9"])
+        join.main(["reward", "--to", "tcp://127.0.0.1:7000", "--key", str(key), "--address", "203.0.113.9"])
     assert limits == ([(raised, hard)] if raised else [])
