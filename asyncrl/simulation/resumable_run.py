@@ -1,4 +1,5 @@
-"""The parts that both simulators share: the sizes of a run, and a controller that resumes its newest checkpoint."""
+"""The parts that simulators share: the sizes of a run, a controller that resumes its newest checkpoint, and what must
+hold at every event."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping

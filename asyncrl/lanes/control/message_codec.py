@@ -1,4 +1,4 @@
-"""Encodes values as frames, decodes them, and numbers those of a connection.
+"""Encodes values as frames, decodes them, and numbers those of a connection, which sends the row of a prompt once.
 
     frame 0        number of the message | MessagePack [sizes of all other frames, value]
     frames 1..n    the bytes of arrays of INLINE_BYTES or more, untouched

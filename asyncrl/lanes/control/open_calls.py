@@ -1,4 +1,4 @@
-"""Calls whose answer is awaited: one reply, or the items of a stream."""
+"""Calls whose answer is awaited: one reply or the items of a stream, and deadlines of many at the cost of one timer."""
 
 import asyncio
 from bisect import bisect_right
@@ -103,7 +103,11 @@ later ones is found late, within twice its deadline."""
 
 
 class Deadlines:
-    """The deadlines of the calls of one client or server."""
+    """The deadlines of the calls of one client or server, of which the next one to come has the only timer.
+
+    Invariant: no open deadline ends before the timer, because progress and answers only ever extend a deadline.
+    `Client` and `Server` open them around calls, and report progress and answers.
+    """
 
     def __init__(self) -> None:
         self._progressed_at = -inf

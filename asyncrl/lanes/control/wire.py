@@ -1,4 +1,4 @@
-"""The interface of every wire: a Caller (one peer) and a Listener (many peers), and the bounds they share."""
+"""The interface of every wire, a Caller (one peer) and a Listener (many peers), and the wire inside one process."""
 
 import asyncio
 from collections import deque
@@ -196,7 +196,7 @@ class InprocCaller:
 
 
 class InprocListener:
-    """The listening endpoint; see wire.Listener."""
+    """The listening end, as `Listener` says."""
 
     def __init__(self, address: str, make_pipe: Callable[[str], Pipe[Any]] = Pipe) -> None:
         self.address = address

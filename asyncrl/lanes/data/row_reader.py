@@ -1,4 +1,4 @@
-"""Reads rows by reference, from shared memory or over the data lane of their owner.
+"""Reads rows by reference, from shared memory or over the data lane of their owner, which serves them as frames.
 
 read ── what is stored where ── fetch from remote owners ── views of shared rows ── join ── second look
         (a thread, when rows are many)                      (in the same thread, one copy in all)
@@ -26,9 +26,6 @@ from asyncrl.lanes.data.row_store import MAX_COLUMNS, RowStore, RowTable
 from asyncrl.lanes.shared_memory import SHARED_MEMORY, SHARED_SCHEME, Segment
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
 from asyncrl.protocols.messages import Call, Hello
-
-# Rows as frames over the data lanes of their owners: how a store serves them, and how a reader fetches them.
-
 
 # Serves the rows of a store as frames, to readers that cannot map the shared memory of their owner.
 
@@ -362,7 +359,11 @@ def _split(row: RowRef, columns: Sequence[str]) -> list[tuple[int, tuple[str, ..
 
 
 class RowPrefetch:
-    """Holds these columns of the rows of the next batch until the next `prefetch`."""
+    """Holds these columns of the rows of the next batch until the next `prefetch`: of all its samples, or of none.
+
+    A service of the trainer prefetches during a step, and reads when the next one begins; a read of other samples
+    goes to the reader.
+    """
 
     def __init__(self, reader: RowReader, columns: Sequence[str]) -> None:
         self._reader = reader

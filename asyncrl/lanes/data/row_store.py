@@ -51,7 +51,11 @@ def range_bytes(size: int) -> int:
 
 
 class Heap:
-    """The free ranges of memory from 0 to `size`. used: bytes of the ranges that are handed out."""
+    """The free ranges of memory from 0 to `size`. used: bytes of the ranges that are handed out.
+
+    Invariant: each byte is in one range: handed out, free in a bin, or returned and waiting for a row of its size.
+    Each `RowStore` has one for its rows.
+    """
 
     def __init__(self) -> None:
         self.size = 0

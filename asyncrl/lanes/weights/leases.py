@@ -1,4 +1,4 @@
-"""Leases on versions of the weights, and the report of a receiver about one."""
+"""Says when weights may change: leases of readers on two slots, and the permit that a step in lockstep waits for."""
 
 import asyncio
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The tensors of a slot in any block of memory."""
+"""The specification of a version's tensors, and the memory of a slot that holds them."""
 
 import ctypes
 import hashlib

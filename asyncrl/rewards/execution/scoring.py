@@ -1,4 +1,5 @@
-"""Sums the results of reward functions to the score of a sample."""
+"""Makes scores of what reward functions return: which functions score a group, when it is complete, and the sums by
+sample, turn and token."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -1,4 +1,5 @@
-"""The base of the fakes: rows, reading, time and death, inside a worker or called directly."""
+"""The base of the fakes: rows, reading, time and death, inside a worker or called directly; instruments that write
+nothing."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A generation service whose slots sample one token each in a fixed time, whoever else samples."""
+"""Generation services that only spend time: slots of one speed, and replicas that slow down by what they hold."""
 
 import asyncio
 import heapq

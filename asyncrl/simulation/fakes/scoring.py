@@ -1,4 +1,4 @@
-"""Reward and reference services whose work is only time."""
+"""Reward, reference and critic services whose work is only time."""
 
 import asyncio
 import random

@@ -373,7 +373,10 @@ LOSS_NOTICE = 60.0
 
 
 class RankExchange:
-    """Connects the ranks of one start of a trainer."""
+    """Connects the ranks of one start of a trainer: an exchange is complete once all ranks have given.
+
+    Invariant: after one rank has ended, every exchange raises PeerLost at those that wait, complete or not.
+    """
 
     def __init__(self, size: int, seed: str) -> None:
         self._size = size

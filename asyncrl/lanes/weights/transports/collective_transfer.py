@@ -168,7 +168,11 @@ class PairThread:
 
 
 class CollectiveSender:
-    """Implements WeightSender, and PairCalls. `write` runs on one thread, everything else on the event loop."""
+    """Implements WeightSender, and PairCalls: versions in blocks of their own, a pair with its thread for each reader.
+
+    Invariant: a version is marked as overwritten before its block is, so that no reader of it is confirmed afterwards.
+    The trainer's compute thread calls `write`; the calls of readers and the ends of transfers run on the event loop.
+    """
 
     def __init__(
         self,

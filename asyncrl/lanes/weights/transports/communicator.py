@@ -1,5 +1,7 @@
-"""A pair of ranks that move parts of the weights, and the thread that owns its communicator: the trainer is rank 0, a
-receiver is rank 1."""
+"""A pair of ranks that move parts of the weights, the thread that owns its communicator, and gloo, the CPUs' backend.
+
+The trainer is rank 0, a receiver is rank 1; nccl.py has the backend for GPUs.
+"""
 
 import atexit
 import secrets

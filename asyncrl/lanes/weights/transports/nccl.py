@@ -204,7 +204,8 @@ class NcclBackend:
 
 
 class NcclPair:
-    """Implements Communicator."""
+    """Implements Communicator for two ranks. The thread of the pair moves and closes; any thread may `abort`, upon
+    which the call that waits gives up and frees the communicator."""
 
     def __init__(self, library: NcclLibrary, communicator: Any, peer: int) -> None:
         self._library = library

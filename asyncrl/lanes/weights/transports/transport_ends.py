@@ -1,4 +1,10 @@
-"""Opens both ends of the transport that a run uses. The address that is published says which one it is."""
+"""The two ends of a transport of weights, as a trainer and an engine see them, and how a run opens them.
+
+write ── Published ── fetch ── tensors ── check
+trainer  controller   loop     compute thread of the engine
+
+The address that is published says which transport it is.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -31,11 +37,6 @@ from asyncrl.lanes.weights.transports.weight_files import FILE_SCHEME, FileRecei
 from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver, StreamSender
 from asyncrl.protocols.messages import Hello, Published
 from asyncrl.protocols.weight_transports import TRANSPORTS
-
-# The two ends of any transport of weights, as a trainer and an engine see them.
-#
-# write ── Published ── fetch ── tensors ── check
-# trainer  controller   loop     compute thread of the engine
 
 
 class WeightSender(Protocol):

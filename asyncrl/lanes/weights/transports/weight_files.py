@@ -101,7 +101,10 @@ class FileSender:
 
 
 class FileReceiver:
-    """Implements WeightReceiver."""
+    """Implements WeightReceiver: copies a version out of its file into the slot that does not serve.
+
+    Invariant: the slot whose tensors were handed out last is not written before `tensors` has returned the next one.
+    """
 
     def __init__(self, spec: WeightsSpec) -> None:
         self._spec = spec

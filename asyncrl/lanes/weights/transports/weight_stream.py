@@ -136,7 +136,11 @@ def unpacked(message: Any) -> EncodedChunk:
 
 
 class StreamSender:
-    """Implements WeightSender over a wire. `write` runs on one thread, everything else on the event loop."""
+    """Implements WeightSender over a wire: up to BUFFERS versions, which its server hands to whoever pulls.
+
+    Invariant: what the server holds is whole; a version leaves it before its memory is overwritten, the oldest that
+    nobody pulls first. The trainer's compute thread calls `write`, everything else runs on the event loop.
+    """
 
     def __init__(
         self,
