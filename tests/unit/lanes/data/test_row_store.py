@@ -1,16 +1,18 @@
 import errno
 import os
+import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from structlog.testing import capture_logs
@@ -19,6 +21,9 @@ from asyncrl.errors import ArenaFull, LostRows
 from asyncrl.lanes.data import row_store
 from asyncrl.lanes.data.row_store import (
     LEAST_GROWTH,
+    UNIT,
+    Heap,
+    RowRetention,
     RowStore,
     RowTable,
     bytes_of_row,
@@ -28,6 +33,7 @@ from asyncrl.lanes.data.row_store import (
 )
 from asyncrl.lanes.shared_memory import TWO_THREAD_BYTES, Segment, segment_name
 from asyncrl.protocols.batch import Place
+from tests.instruction_count import counting
 
 SLOTS = 3
 ROW_BYTES = 256
@@ -384,3 +390,177 @@ try:
 except ArenaFull:
     print("full after", count)
 """
+
+
+# The ranges of a heap: apart from each other, joined when they are free, and few bytes lost between them.
+
+
+@given(st.integers(1, 2**40))
+def test_a_range_is_at_most_a_32nd_longer_than_what_it_holds(size: int) -> None:
+    assert size <= range_bytes(size) < size * 33 / 32 + UNIT
+    assert range_bytes(size) % UNIT == 0
+    assert range_bytes(range_bytes(size)) == range_bytes(size) <= range_bytes(size + 1)
+
+
+class HeapModel(RuleBasedStateMachine):
+    """Ranges that are handed out never overlap; all that is free is found, in as few pieces as possible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heap = Heap()
+        self.held: dict[int, int] = {}
+
+    @rule(units=st.integers(1, 100))
+    def grow(self, units: int) -> None:
+        self.heap.grow(units * UNIT)
+
+    @rule(size=st.integers(1, 3000))
+    def allocate(self, size: int) -> None:
+        longest = max((end - start for start, end in self._gaps()), default=0)
+        start = self.heap.allocate(range_bytes(size))
+        assert (start is not None) == (longest >= range_bytes(size))
+        if start is not None:
+            self.held[start] = size
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        if self.held:
+            start = data.draw(st.sampled_from(sorted(self.held)))
+            self.heap.free(start, range_bytes(self.held.pop(start)))
+
+    @invariant()
+    def ranges_are_apart(self) -> None:
+        ranges = sorted((start, start + range_bytes(size)) for start, size in self.held.items())
+        assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+        assert all(start >= 0 and end <= self.heap.size for start, end in ranges)
+        assert self.heap.used == sum(end - start for start, end in ranges)
+
+    @rule()
+    def ask_for_the_tail(self) -> None:
+        gaps = self._gaps()
+        assert self.heap.tail() == (gaps[-1][1] - gaps[-1][0] if gaps and gaps[-1][1] == self.heap.size else 0)
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        edges = [0, *(edge for start in sorted(self.held) for edge in (start, start + range_bytes(self.held[start])))]
+        edges.append(self.heap.size)
+        return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
+
+
+TestHeap = HeapModel.TestCase
+TestHeap.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+class Lengths:
+    """Lengths of answers in bytes, whose distribution may change over a run (`at` goes from 0 to 1)."""
+
+    longest = 160_000
+
+    def lognormal(self, chance: random.Random, at: float) -> float:
+        return chance.lognormvariate(9, 1.2)
+
+    def growing(self, chance: random.Random, at: float) -> float:
+        return chance.lognormvariate(6 + 5 * at, 0.7)
+
+    def shrinking(self, chance: random.Random, at: float) -> float:
+        return chance.lognormvariate(11 - 5 * at, 0.7)
+
+    def short_or_cut_off(self, chance: random.Random, at: float) -> float:
+        return self.longest if chance.random() < 0.2 else 400
+
+    def in_phases(self, chance: random.Random, at: float) -> float:
+        return self.longest if int(20 * at) % 2 else self.longest / 7
+
+
+@pytest.mark.parametrize("kind", ["lognormal", "growing", "shrinking", "short_or_cut_off", "in_phases"])
+def test_gaps_cost_less_than_a_fifth_whatever_the_lengths(kind: str) -> None:
+    """Groups of eight rows die together, three of four in the order of their birth."""
+    chance = random.Random(1)
+    heap = Heap()
+    groups = []
+    alive = 0
+    most = 0
+    for number in range(3000):
+        group = []
+        for _ in range(8):
+            length = int(min(Lengths.longest, max(200, getattr(Lengths(), kind)(chance, number / 3000))))
+            while (start := heap.allocate(range_bytes(length))) is None:
+                heap.grow(UNIT * 64)
+            group.append((start, length))
+        groups.append(group)
+        alive += sum(length for _, length in group)
+        most = max(most, alive)
+        if len(groups) == 64:
+            dying = groups.pop(0 if chance.random() < 0.75 else chance.randrange(64))
+            alive -= sum(length for _, length in dying)
+            for start, length in dying:
+                heap.free(start, range_bytes(length))
+    assert heap.size < 1.2 * most
+
+
+# Rows are kept until their sample is released, at a cost of what is released.
+
+
+def place(slot: int) -> Place:
+    return Place("owner", slot, 1, ())
+
+
+Kept = dict[tuple[int, int], tuple[int, Place]]
+
+
+def kept_by_scan(
+    kept: dict[tuple[int, int], tuple[int, Place]], samples: list[tuple[int, int, int]], oldest: int
+) -> set[Place]:
+    """Releases as the rule says it: every kept row is looked at."""
+    last = {(group, member): attempt for group, member, attempt in sorted(samples)}
+    released = [
+        key for key, (attempt, _) in kept.items() if attempt <= last.get(key, attempt - 1) or 0 <= key[0] < oldest
+    ]
+    return {kept.pop(key)[1] for key in released}
+
+
+def test_what_is_released_is_what_a_look_at_every_row_would_release() -> None:
+    for seed in range(50):
+        chance = random.Random(seed)
+        retention = RowRetention()
+        kept = Kept()
+        oldest = 0
+        for slot in range(200):
+            group = chance.randint(-2, 12)
+            member = chance.randint(-1, 2)
+            attempt = chance.randint(0, 2)
+            freed = retention.add((group, member, attempt), place(slot))
+            before = kept.get((group, member))
+            if before is not None and before[0] > attempt:
+                assert freed == [place(slot)]
+            else:
+                assert freed == ([] if before is None else [before[1]])
+                kept[group, member] = attempt, place(slot)
+            if chance.random() < 0.2:
+                oldest += chance.randint(0, 2)
+                samples = [(chance.randint(-2, 12), chance.randint(-1, 2), chance.randint(0, 2)) for _ in range(4)]
+                assert set(retention.release(samples, oldest)) == kept_by_scan(kept, samples, oldest)
+                assert retention.attempts() == {key: each for key, (each, _) in kept.items()}
+
+
+def test_a_row_that_is_stored_after_its_group_has_finished_goes_with_the_next_release() -> None:
+    retention = RowRetention()
+    assert retention.release([], 5) == []
+    retention.add((3, 0, 0), place(1))
+    assert retention.release([], 5) == [place(1)]
+
+
+def test_a_release_costs_no_more_where_more_rows_are_kept() -> None:
+    few = _instructions(100)
+    many = _instructions(10_000)
+    assert many <= 1.1 * few
+
+
+def _instructions(groups: int) -> int:
+    retention = RowRetention()
+    for group in range(groups):
+        retention.add((group, 0, 0), place(group))
+    retention.release([], 1)
+    with counting() as count:
+        for group in range(1, 50):
+            retention.release([(group, 0, 0)], group)
+    return count.instructions

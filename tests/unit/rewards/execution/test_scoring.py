@@ -1,12 +1,14 @@
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from asyncrl.config.schema import Config
 from asyncrl.errors import RewardError
 from asyncrl.protocols.messages import Score
 from asyncrl.rewards import Sample
-from asyncrl.rewards.execution.scoring import score_of
+from asyncrl.rewards.execution.scoring import FunctionChoice, GroupBarrier, score_of
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
 
@@ -92,3 +94,96 @@ def test_a_row_that_cannot_be_scored_leaves_the_run_whatever_a_key_says_of_error
 def test_an_error_of_the_users_function_still_ends_the_run_beside_a_bad_row() -> None:
     with pytest.raises(RewardError, match="it raised KeyError"):
         score_of(SAMPLE, SPECS, [FunctionResult(reason="no number", of_row=True), BROKEN[1]], "fail")
+
+
+# Groups are named in errors as a person knows them: by their number, or by the prompt of a held-out set.
+
+
+@pytest.mark.parametrize(
+    ("group", "place", "members", "own"),
+    [
+        (0, "group 0", 4, False),
+        (7, "group 7", 4, False),
+        (-1, "held-out prompt 0", 3, False),
+        (-2, "held-out prompt 1", 3, False),
+        (-3, "held-out prompt 0 of evaluate.sets.hard", 5, True),
+    ],
+)
+def test_the_first_group_is_of_the_run_and_negative_ones_of_held_out_sets(
+    group: int, place: str, members: int, own: bool
+) -> None:
+    hard = {"hard": {"prompts": "hard.jsonl", "samples": 5}}
+    held = {"prompts": "held.jsonl", "size": 2, "samples": 3, "temperature": 1.0, "sets": hard}
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p", "samples_per_prompt": 4}, "evaluate": held}
+    spec = FunctionSpec("numeric", "numeric")
+    choice = FunctionChoice.of(Config.model_validate(sections), [spec], {"hard": [spec]})
+    assert (choice.place(group), choice.members(group), choice.of_group(group).is_own) == (place, members, own)
+
+
+def sample(member: int, group: int = 7) -> Sample:
+    return Sample("p", f"text {member}", {}, group, member, "stop", 1)
+
+
+class Judge:
+    """Each sample's value is how many were judged together."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    async def __call__(self, samples: list[Sample]) -> list[list[FunctionResult]]:
+        self.calls.append([each.member for each in samples])
+        return [[FunctionResult(float(len(samples))), FunctionResult(float(each.member))] for each in samples]
+
+
+async def test_all_members_are_valued_at_once_in_order() -> None:
+    judge = Judge()
+    async with asyncio.TaskGroup() as tasks:
+        barrier = GroupBarrier(judge, 60, tasks)
+        waiting = [tasks.create_task(barrier.results((7, 0), 3, sample(member))) for member in (2, 0, 1)]
+    assert judge.calls == [[0, 1, 2]]
+    assert [task.result()[1].value for task in waiting] == [2, 0, 1]
+    assert len(barrier) == 0
+
+
+async def test_attempts_and_groups_are_kept_apart() -> None:
+    judge = Judge()
+    async with asyncio.TaskGroup() as tasks:
+        barrier = GroupBarrier(judge, 60, tasks)
+        for key in ((7, 0), (7, 1), (8, 0)):
+            tasks.create_task(barrier.results(key, 2, sample(0)))
+        assert judge.calls == []
+        for key in ((7, 1), (8, 0), (7, 0)):
+            tasks.create_task(barrier.results(key, 2, sample(1)))
+    assert judge.calls == [[0, 1]] * 3
+
+
+async def test_those_that_came_are_judged_when_the_rest_does_not_come() -> None:
+    judge = Judge()
+    async with asyncio.TaskGroup() as tasks:
+        barrier = GroupBarrier(judge, 0.05, tasks)
+        waiting = [tasks.create_task(barrier.results((7, 0), 4, sample(member))) for member in (1, 3)]
+    assert judge.calls == [[1, 3]]
+    assert [task.result()[0].value for task in waiting] == [2, 2]
+    assert len(barrier) == 0
+
+
+async def test_a_group_whose_members_were_all_abandoned_is_forgotten() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        barrier = GroupBarrier(Judge(), 60, tasks)
+        for member in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await barrier.results((7, 0), 4, sample(member))
+        assert len(barrier) == 0
+
+
+async def test_one_abandoned_member_does_not_take_the_verdicts_of_the_others() -> None:
+    judge = Judge()
+    async with asyncio.TaskGroup() as tasks:
+        barrier = GroupBarrier(judge, 60, tasks)
+        stays = tasks.create_task(barrier.results((7, 0), 3, sample(0)))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await barrier.results((7, 0), 3, sample(1))
+        assert (await barrier.results((7, 0), 3, sample(2)))[0].value == 3
+        assert (await stays)[0].value == 3

@@ -1,11 +1,13 @@
 """`asyncrl-bench whatif` and `advise`: what they print, and a run directory that calibrates them."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from asyncrl.bench.planning import planned_jobs, validate
+from asyncrl.bench.planning.planned_jobs import map_models
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.planning import step_prediction
 
@@ -108,3 +110,49 @@ def test_rows_that_miss_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 of 2 rows come out; those that miss:" in printed
     assert printed.count("MISSES") == 2
     assert "by a roofline both read as many keys and values" in printed
+
+
+# `asyncrl-bench map` prints the mapping with its reason and writes pools.
+
+
+TWO_MODELS = """
+[models]
+actor = "qwen2.5-1.5b"
+critic = "qwen2.5-1.5b"
+[work]
+samples = 256
+[[devices]]
+gpu = "A100"
+hosts = ["one", "two"]
+"""
+
+
+def test_the_mapping_is_printed_with_its_reason_and_pools_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.toml").write_text(TWO_MODELS)
+    map_models([str(tmp_path / "job.toml"), "--write", str(tmp_path / "pools.toml")])
+    printed = capsys.readouterr().out
+    assert "predicted seconds, iteration: " in printed
+    assert "why: one set on all GPUs is the fastest" in printed
+    assert "2 placements fit" in printed
+    written = tomllib.loads((tmp_path / "pools.toml").read_text())
+    assert written["pools"]["actor_critic"]["hosts"] == ["one", "two"]
+    assert written["critic"]["pool"] == written["training"]["pool"] == "actor_critic"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models = 3", "models: Input should be a valid"),
+        (TWO_MODELS.replace("qwen2.5-1.5b", "llama-8"), "the model 'llama-8' is no folder"),
+        (TWO_MODELS.replace('"A100"', '"B9"'), "there is no GPU 'B9'"),
+        (TWO_MODELS.replace('"two"', '"one"'), "a host is named twice"),
+        (TWO_MODELS.replace("critic", "judge"), "judge is no role; roles are actor, generation"),
+        (TWO_MODELS + "gpus = 6", "no power of two"),
+    ],
+)
+def test_a_wrong_job_is_refused_with_the_key(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        map_models([str(tmp_path / "job.toml")])
