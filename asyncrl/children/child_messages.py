@@ -1,4 +1,5 @@
-"""Messages between a worker and its children, through pipes: a length of four bytes, then MessagePack.
+"""Messages between a worker and its children, through pipes: a length of four bytes, then MessagePack; and the texts
+that errors of the user's code become.
 
 What comes at once is read at once, and what is said in one turn of an event loop is written at once: with thousands of
 small messages, system calls and wake-ups would cost more than what they say.

@@ -1,4 +1,5 @@
-"""A child process of a worker, behind a guard that ends it with everything that it started (guard_program.py)."""
+"""A child process of a worker, behind a guard that ends it with everything that it started (guard_program.py), and the
+slot that starts the next one."""
 
 import asyncio
 import os

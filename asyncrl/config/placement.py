@@ -1,4 +1,5 @@
-"""The one placement of a run: which worker of which service runs on which host, on which devices.
+"""The one placement of a run: the pools and layouts of its services, who of them may join, and which worker runs on
+which host and devices. Refuses what does not fit.
 
 config ──> pools, layouts, fleet.joined ──> Placement ──> memory checks, `plan`, transport of weights, places where
                                                           workers join, devices of specifications, Ray

@@ -1,4 +1,5 @@
-"""Rules about the sections `[model]`, `[weights]` and `[acting]`, and about the optimizer."""
+"""Rules about single sections: `[model]`, `[weights]`, `[acting]` and the optimizer; stored samples, `[feedback]`,
+`[telemetry]` and `[evaluate]`."""
 
 import importlib.metadata
 import re

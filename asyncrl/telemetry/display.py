@@ -1,4 +1,5 @@
-"""Shows a running run: a live view on a terminal, a table with one line per step when the output is piped."""
+"""Shows a running run: a live view on a terminal, a table with one line per step when the output is piped, one output
+of a cell in a notebook."""
 
 import re
 import sys

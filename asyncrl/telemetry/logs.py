@@ -1,5 +1,5 @@
-"""Writes logs as lines of JSON, one file per process: `RUN_DIR/logs/INSTANCE.jsonl`. A full file is renamed to
-`INSTANCE.jsonl.old`, in place of the one before."""
+"""Writes logs as lines of JSON, one file per process: `RUN_DIR/logs/INSTANCE.jsonl`, which is renamed to
+`INSTANCE.jsonl.old` when it is full; and keeps the warnings of a run, of which each kind is repeated at its end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager

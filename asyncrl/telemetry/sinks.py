@@ -1,4 +1,5 @@
-"""Sends metrics and samples to places besides the run directory: TensorBoard and Weights & Biases, optional extras.
+"""Sends metrics and samples to places besides the run directory, TensorBoard and Weights & Biases (optional extras),
+and checks the address at which Prometheus scrapes.
 
 A sink runs on a thread of its own, so that a step never waits for one that hangs, fails or is slow.
 """

@@ -1,4 +1,5 @@
-"""Checks what this machine offers. Imports only the standard library, to work where the installation is broken."""
+"""Checks what this machine offers, and its packages. Imports only the standard library, to work where the installation
+is broken."""
 
 import importlib.metadata
 import os
@@ -237,7 +238,7 @@ def size_text(size: float) -> str:
 
 
 # Checks the packages of the extras cu12 and cu13: an environment may have one of the two, as their wheels of NCCL
-# write one file. Imports only the standard library, as machine.py does.
+# write one file.
 
 
 PAIRS = (("nvidia-nccl-cu12", "nvidia-nccl-cu13"), ("cupy-cuda12x", "cupy-cuda13x"))

@@ -1,4 +1,5 @@
-"""Estimates how many bytes each service of an experiment needs, from its config and the shape of its model."""
+"""Estimates how many bytes each service of an experiment needs, from its config and the shape of its model, and the
+shared memory of all; plans on which devices they lie, and finds those that are too small."""
 
 import json
 from collections import Counter

@@ -1,4 +1,5 @@
-"""Checks that the files of a model folder belong together, by their headers and JSON, without reading weights.
+"""Checks a model before a run: that the files of its folder belong together, by their headers and JSON, without reading
+weights; that adapters name its layers, and its weights can reach generation.
 
 What transformers does not find it makes at random, what does not fit ends in a traceback of a worker, and where
 tokenizer, template and configs disagree about first and last tokens a run trains on other texts than are meant.

@@ -1,4 +1,5 @@
-"""Finds characters of prompts and answers that a tokenizer has no token for, so that the model never sees them."""
+"""Reads and checks the prompts of a run, before and after its model is known: counts their tokens, and finds characters
+that the model never sees."""
 
 import json
 import re
@@ -101,7 +102,7 @@ def _is_kept(tokenizer: Any, character: str) -> bool:
     return set(unicodedata.normalize("NFKD", character).casefold()) <= set(decoded)
 
 
-# Reads and checks the prompts of a run, before and after its model is known.
+# Prompts as they are read, and as the model gets them.
 
 
 TRAINING = "task.prompts"

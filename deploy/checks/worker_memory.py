@@ -1,4 +1,5 @@
-"""Estimates the most bytes that a forward and a backward pass take beside weights, gradients and moments.
+"""Estimates the bytes that a worker computes with: the most that a forward and a backward pass take beside weights,
+gradients and moments, those of ZeRO, and what a worker samples with.
 
 Counted in the values that torch keeps of a decoder-only transformer with gated feed-forward layers, for each token and
 layer, where `model`, `queries`, `keys` and `inner` are widths:
@@ -340,10 +341,10 @@ def _head_bytes(config: Config, shape: Shape, size: ForwardPass, *, lora: bool) 
 
 # Estimates the bytes that a worker samples with, and those of a trainer's rank that samples too, phase by phase.
 #
-# start what it trains, the model as it is read from files, and what it gathers of other ranks gathering weights and
-# moments, what it gathers, and the buckets in which that arrives sampling weights and moments, what it has gathered,
-# keys and values, sampled tokens step weights, moments, gradients, a micro-batch; what it samples with is freed, but
-# for frozen weights
+#     start       what it trains, the model as it is read from files, and what it gathers of other ranks
+#     gathering   weights and moments, what it gathers, and the buckets in which that arrives
+#     sampling    weights and moments, what it has gathered, keys and values, sampled tokens
+#     step        weights, moments, gradients, a micro-batch; what it samples with is freed, but for frozen weights
 
 
 CHUNK = 32

@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM and the end of a terminal (SIGHUP) while a run goes on: the first one ends it in order, the second
-one does not wait for workers."""
+"""Ends a run in order: Ctrl-C, SIGTERM and the end of a terminal (SIGHUP), of which the second does not wait for
+workers, and the interrupt of a notebook, where an event loop runs already."""
 
 import asyncio
 import re

@@ -1,4 +1,5 @@
-"""Starts workers as processes of this machine, forked from one that has done their imports (fork_client.py) or spawned.
+"""Starts workers as processes of this machine, forked from one that has done their imports (fork_client.py) or spawned,
+and allows them the files that a fleet opens.
 
 The child reads its specification as one line on stdin, which stays open: at its end of file an orphan dies, and the
 line "stop" asks a worker to finish. A pidfd reports a death the moment it happens.

@@ -1,4 +1,10 @@
-"""Runs what a person commands a running run to do: scale, profile, weights, pause, unpause, stop."""
+"""Runs what a person commands a running run to do (scale, profile, weights, pause, unpause, stop), and keeps the
+numbers of workers that `asyncrl scale` asked for.
+
+    asyncrl scale ──> keep ──> scaled.json: {"generation": {"config": 1, "workers": 3}} ──> scaled_specs ──> next start
+
+A number counts until the config has another one than at the time of the command.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +21,7 @@ from asyncrl.protocols.service_contracts import Training
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory, replace_text
 
-# Keeps the numbers of workers that `asyncrl scale` asked for in RUN_DIR/scaled.json: a resume begins with them.
-#
-#     asyncrl scale ──> keep ──> {"generation": {"config": 1, "workers": 3}} ──> scaled_specs ──> next start
-#
-# A number counts until the config has another one than at the time of the command.
+# Numbers of workers for the next start.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Reads what a run left in its directory."""
+"""Reads what a run left in its directory: steps, evaluations, how its workers spent the time, and what a policy that
+acts came to."""
 
 import base64
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Finds the tests of programs in a row, in the forms of the usual data sets.
+"""Finds the tests of programs in a row, in the forms of the usual data sets, and has each run all that it asserts.
 
 It is a text of Python with asserts or bare comparisons, `check(candidate)` of HumanEval, unittest or pytest; or a table
 of `stdin` and `stdout`, also as APPS, TACO, CodeContests and LiveCodeBench write it. A test that asserts nothing passes

@@ -1,5 +1,5 @@
-"""Runs programs in sandboxes that were started ahead. Each sandbox is used for one program, and for one case where the
-case left anything behind; a new one starts in the background.
+"""Runs programs in sandboxes that were started ahead, and decides how each case ended. A sandbox is used for one
+program, and for one case where the case left anything behind; a new one starts in the background.
 
 starter tasks ──> ready sandboxes (bounded) ──> one program: case after case ──> killed
                   examiners (never see a program) ──> one test at a time ──> used again

@@ -1,4 +1,5 @@
-"""One sandbox seen from outside: starts it, sends it test cases, reads how they ended, and kills it."""
+"""One sandbox seen from outside: compiles what runs inside, starts it, sends it test cases, reads how they ended, and
+kills it."""
 
 import asyncio
 import fcntl

@@ -1,4 +1,4 @@
-"""Hosts, devices and pools, and the pure assignment of workers to the devices of their pools.
+"""Hosts, devices and the tables `[pools.NAME]`, with the pure assignment of workers to the devices of their pools.
 
     pool: devices on hosts          a service names one pool; services in one pool share it, in two they run apart
     worker -> devices of its own    no two workers of one service have the same GPU; a CPU carries any number

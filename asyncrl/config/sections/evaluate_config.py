@@ -1,4 +1,4 @@
-"""The section `[evaluate]` and the tables `[evaluate.sets.NAME]`."""
+"""The section `[evaluate]` and the tables `[evaluate.sets.NAME]`, with the entry of a function that scores samples."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""The section `[fleet]` of a config."""
+"""The sections of how a run is operated, none of which says what is learnt: `[fleet]`, `[children]`, `[feedback]` and
+`[telemetry]`."""
 
 import re
 from ipaddress import ip_address

@@ -1,4 +1,5 @@
-"""The section `[task]`: the prompts to train on, where they come from, and the size of a batch."""
+"""The sections of what there is to learn: `[task]`, its prompts and the size of a batch; `[environment]`; and
+`[acting]`."""
 
 from collections.abc import Mapping
 from datetime import date, datetime

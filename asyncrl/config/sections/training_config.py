@@ -1,4 +1,5 @@
-"""The section `[training]`: the optimizer and the trainer."""
+"""The sections of what is trained and how: `[model]`, `[weights]` and `[training]`, with layouts of ranks, the ZeRO of
+DeepSpeed, and optimizers."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""Reads each source of a config into dotted keys, with the place of every value."""
+"""Reads each source of a config into dotted keys, with the place of every value, and says how to mend a line that is no
+TOML."""
 
 import re
 import tomllib
@@ -12,7 +13,7 @@ from asyncrl.config.named_files import anchored
 from asyncrl.config.problems import Problem
 from asyncrl.config.sources.keys import GONE, Key, advice, all_keys, is_explained, sections, table_keys
 
-# Says how to mend a line that is no TOML, for the mistakes that people make who know Python, JSON or YAML.
+# Mistakes in TOML of people who know Python, JSON or YAML.
 
 
 PLACE = re.compile(r"\(at line (\d+), column \d+\)")

@@ -1,4 +1,5 @@
-"""Loads a config from command line > environment > file > defaults, and reports all mistakes at once."""
+"""Loads a config from command line > environment > file > defaults, and reports all mistakes at once, each with its
+key, place and what to write."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""The samples that a run recorded, found by step and group and read from the file only when somebody looks at them."""
+"""The samples that a run recorded, followed while it appends to them, found by step and group, and read from the file
+only when somebody looks at them."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,5 @@
-"""The runs behind the dashboard: those of directories, which take commands here, and one at an address, to watch."""
+"""The runs behind the dashboard, each as the page shows it: those of directories, which take commands here, and one at
+an address, to watch."""
 
 import asyncio
 import math
