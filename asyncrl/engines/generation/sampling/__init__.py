@@ -1,1 +1,0 @@
-"""Tokens drawn from logits."""
