@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.children.containment import Containment, WithoutNetwork
+from asyncrl.config.named_files import source_files
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.toml_writer import dump
@@ -16,7 +18,16 @@ from asyncrl.deploy import cli
 from asyncrl.deploy import preflight as preflight_module
 from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands import doctor
-from asyncrl.deploy.preflight import devices, model_problems, preflight, scoring_folders
+from asyncrl.deploy.preflight import (
+    callback_problems,
+    code_of_user,
+    containment_problems,
+    devices,
+    model_problems,
+    preflight,
+    scoring_folders,
+    step_callback,
+)
 from asyncrl.deploy.run_request import RunRequest
 from asyncrl.deploy.run_setup import run
 from asyncrl.errors import ConfigError, TaskError
@@ -228,3 +239,133 @@ def test_models_that_were_downloaded_are_held_to_their_layouts(tmp_path: Path) -
     chosen = config(algorithm={"preset": "ppo"}, critic={**critic, "layout": {"tp": 3}})
     with pytest.raises(ConfigError, match=r"^critic\.layout: .*: tp = 3 does not divide num_attention_heads = 4"):
         scoring_folders(chosen, tmp_path)
+
+
+MINE = "mine.py:right"
+
+
+def contained(functions: list[Any], environment: dict[str, Any] | None = None, **children: Any) -> Config:
+    sections = {"reward": {"functions": functions}, "environment": environment or {}, "children": children}
+    return Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p.jsonl"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("function", "environment", "found"),
+    [
+        ("exact_match", {}, []),
+        ("asyncrl.tasks.builtin.reverse:copied", {}, []),
+        (MINE, {}, [MINE]),
+        ("trl:mine.py:right", {}, ["trl:mine.py:right"]),
+        ("asyncrl.py:right", {}, ["asyncrl.py:right"]),
+        ("package.asyncrl:right", {}, ["package.asyncrl:right"]),
+        ("exact_match", {"use": "guess"}, []),
+        ("exact_match", {"use": "mine.py:Game"}, ["mine.py:Game"]),
+        ("exact_match", {"use": "gymnasium:FrozenLake-v1"}, ["gymnasium:FrozenLake-v1"]),
+        ("exact_match", {"use": "mcp:python server.py"}, ["mcp:python server.py"]),
+        ("exact_match", {"use": "tools", "options": {"functions": [MINE]}}, ["tools"]),
+    ],
+)
+def test_code_of_the_user_is_what_is_no_part_of_asyncrl(
+    function: str, environment: dict[str, Any], found: list[str]
+) -> None:
+    assert code_of_user(contained([function], environment)) == found
+
+
+def test_code_that_the_caller_serves_and_unknown_functions_are_no_childrens() -> None:
+    assert code_of_user(contained([MINE]), served=["reward"]) == []
+    assert code_of_user(contained([])) == []
+
+
+def test_code_that_runs_on_hosts_that_join_is_contained_there() -> None:
+    found = contained([MINE], {"use": "mine.py:Game"})
+    assert sorted(code_of_user(found)) == ["mine.py:Game", MINE]
+    for joined, here in (("reward", ["mine.py:Game"]), ("environment", [MINE])):
+        fleet = found.fleet.model_copy(update={"joined": {joined: 1}})
+        assert code_of_user(found.model_copy(update={"fleet": fleet})) == here
+
+
+def test_without_bubblewrap_a_run_with_code_of_the_user_is_refused_and_others_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (problem,) = containment_problems(contained([MINE]))
+    assert problem.key == "children.sandbox"
+    assert problem.text == (
+        "bubblewrap is not installed, which contains your reward functions and environments; install it with "
+        '`apt-get install bubblewrap`, or write sandbox = "none" in the section [children], which contains nothing'
+    )
+    assert list(containment_problems(contained(["exact_match"]))) == []
+    assert list(containment_problems(contained([MINE], sandbox="none"))) == []
+
+
+def test_a_folder_to_write_has_to_be_there(tmp_path: Path) -> None:
+    (problem,) = containment_problems(contained([MINE], writable=[str(tmp_path / "cache")]))
+    assert (problem.key, problem.text.startswith(f"there is no folder {tmp_path}/cache")) == ("children.writable", True)
+    assert list(containment_problems(contained([MINE], writable=[str(tmp_path)]))) == []
+    for folder in ("/", "/tmp/..", "/proc", "/dev/shm"):
+        (problem,) = containment_problems(contained([MINE], writable=[folder]))
+        assert "name folders of your own" in problem.text, folder
+
+
+@pytest.mark.parametrize(
+    ("use", "network", "layers"),
+    [
+        ("agent:python agent.py", False, [WithoutNetwork, Containment]),
+        ("agent:python agent.py", True, [Containment]),
+        ("gymnasium:FrozenLake-v1", False, [Containment]),
+    ],
+)
+def test_agents_without_the_network_are_tried_in_both_layers(
+    use: str, network: bool, layers: list[type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr("asyncrl.deploy.preflight.try_containment", lambda *found: tried.extend(found))
+    assert list(containment_problems(contained(["exact_match"], {"use": use}, network=network))) == []
+    assert [type(layer) for layer in tried] == layers
+
+
+def test_doctor_says_what_contains_code() -> None:
+    (said,) = doctor._containment_checks(contained([MINE]))
+    assert str(said) == f"ok    your code           bubblewrap contains {MINE}"
+    (free,) = doctor._containment_checks(contained([MINE], sandbox="none"))
+    assert str(free).startswith(f"note  your code           nothing contains {MINE}\n")
+    assert list(doctor._containment_checks(contained(["exact_match"]))) == []
+
+
+SOURCE = """
+def good_enough(metrics):
+    return metrics["reward/mean"] > 0.5
+
+async def waits(metrics):
+    return True
+
+number = 3
+"""
+
+
+def called(file: Path, name: str) -> Config:
+    return Config.model_validate(
+        {"model": {"name": "m"}, "task": {"prompts": "p"}, "telemetry": {"on_step": f"{file}:{name}"}}
+    )
+
+
+def test_the_function_of_a_file_is_called_and_the_file_belongs_to_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    named = called(file, "good_enough")
+    assert list(callback_problems(named)) == []
+    function = step_callback(named)
+    assert function is not None
+    assert [function({"reward/mean": mean}) for mean in (0.25, 0.75)] == [False, True]
+    assert ("telemetry.on_step", file) in set(source_files(named))
+    assert step_callback(Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}})) is None
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    (problem,) = callback_problems(called(file, "good_enouhg"))
+    assert "did you mean good_enough?" in str(problem)
+    for name in ("waits", "number"):
+        with pytest.raises(ConfigError, match=rf"^telemetry.on_step: .*:{name}: write a plain function"):
+            step_callback(called(file, name))

@@ -16,7 +16,7 @@ from asyncrl.deploy.checks.memory_needs import CHECKPOINTS, OFFERED, TAKEN, memo
 from asyncrl.deploy.commands.doctor import experiment_checks
 from asyncrl.engines.models.model_shape import shape_of
 from asyncrl.errors import ConfigError
-from tests.unit.deploy.checks.test_folder_contents import tokenizer
+from tests.unit.deploy.checks.test_model_checks import tokenizer
 
 LAYERS = 36
 HIDDEN = 4096

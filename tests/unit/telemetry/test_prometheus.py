@@ -20,7 +20,7 @@ from asyncrl.telemetry.prometheus import EXPORTED, PrometheusExporter
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus
 from asyncrl.telemetry.sinks import read_token
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 TOKEN = "0123456789abcdef"
 WORKERS = (
     WorkerStatus(
