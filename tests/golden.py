@@ -8,6 +8,7 @@
 or versions, another package's wording) has no place there: such a test matches a short part of it.
 """
 
+import os
 import re
 import sys
 import tempfile
@@ -26,9 +27,12 @@ CHECKOUT = Path(__file__).parents[1]
 UPDATE = "run pytest --update-messages with this file, and read the difference"
 CHANGING = (
     (re.escape(tempfile.gettempdir()) + r"/tmp[a-z0-9_]{8}(?![\w-])", "<tmp_path>"),
-    (re.escape(sys.prefix) + r"/bin/python[\d.]*", "<python>"),
-    (re.escape(sys.prefix) + r"(?![\w-])", "<venv>"),
+    (
+        rf"(?:{re.escape(sys.prefix)}|{re.escape(os.path.relpath(sys.prefix, CHECKOUT))})/bin/(asyncrl|python)[\d.]*",
+        r"\1",
+    ),
     (re.escape(str(CHECKOUT)) + r"(?![\w-])", "<checkout>"),
+    (r"(<checkout>/[\w./-]+\.py), line \d+", r"\1, line <number>"),
     (r"(127\.0\.0\.1|0\.0\.0\.0|localhost|\[::1?\]):\d{4,5}\b", r"\1:<port>"),
     (r"\b(pid|process) \d+\b", r"\1 <pid>"),
     (r"\b0x[0-9a-f]{6,}\b", "<address>"),

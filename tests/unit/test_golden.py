@@ -100,7 +100,11 @@ def test_an_update_of_one_test_keeps_the_messages_of_others_and_one_of_all_drops
     ("text", "shown"),
     [
         (f"{golden.CHECKOUT}/docs, {golden.CHECKOUT}-2", f"<checkout>/docs, {golden.CHECKOUT}-2"),
-        (f"run {sys.prefix}/bin/python3 or {sys.prefix}/bin/asyncrl", "run <python> or <venv>/bin/asyncrl"),
+        (f"run {sys.prefix}/bin/python3 or {os.path.relpath(sys.prefix, ROOT)}/bin/asyncrl", "run python or asyncrl"),
+        (
+            f"{golden.CHECKOUT}/tests/golden.py, line 7; a.py, line 2",
+            "<checkout>/tests/golden.py, line <number>; a.py, line 2",
+        ),
         ("127.0.0.1:41234 of process 77", "127.0.0.1:<port> of process <pid>"),
         ("<f at 0x7f00aa11>, 12ab34cd, deadbeef, 12345678", "<f at <address>>, <hex>, deadbeef, 12345678"),
         ("after 0.31 s of 5 s  \n", "after <measured> s of 5 s"),
