@@ -3,8 +3,6 @@
 import asyncio
 from collections import Counter
 
-import pytest
-
 from asyncrl.algorithms import grpo, ppo, remax
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.controller import Algorithm, Controller
@@ -20,6 +18,7 @@ from asyncrl.simulation.fakes.generation import FakeGeneration, FakeSequence, co
 from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.faults.trial_services import FakeEnvironment
+from tests import golden
 from tests.unit.scene import CONFIG, Scene
 
 COMPARED = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2, baseline=1, greedy=True)
@@ -138,5 +137,5 @@ def test_an_algorithm_that_does_not_play_is_told_what_to_write() -> None:
 
     made = scene()
     made.algorithm = Algorithm(roll_out, grpo.train, "mine")
-    with pytest.raises(AlgorithmError, match=r"write `await play\(fleet, control, group, score\)`"):
+    with golden.raises(AlgorithmError):
         made.play()

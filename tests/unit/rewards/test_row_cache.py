@@ -15,6 +15,7 @@ from asyncrl.rewards import row_cache
 from asyncrl.rewards.execution.child_server import plain_samples, samples_of
 from asyncrl.rewards.row_cache import INLINE_BYTES, RowCache
 from asyncrl.rewards.sample import Sample, with_columns
+from tests import golden
 
 COLUMNS: dict[str, Any] = {"prompt": "solve", "tests": [[1, [2, 3]], ["a", b"b", None, 0.5]], "deep": {"x": [True]}}
 
@@ -77,7 +78,7 @@ async def test_a_row_that_an_algorithm_made_is_taken_as_it_is() -> None:
 def test_a_shared_row_cannot_be_changed_unseen() -> None:
     row = PromptRow(COLUMNS)
     for change in (lambda: row.update(x=1), lambda: row.pop("prompt"), lambda: row.__setitem__("x", 1), row.clear):
-        with pytest.raises(TypeError, match="make a changed copy"):
+        with golden.raises(TypeError):
             change()
     assert row == COLUMNS
 

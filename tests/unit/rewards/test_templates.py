@@ -6,6 +6,7 @@ import pytest
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards import Sample, templates
 from asyncrl.tasks import load_prompts
+from tests import golden
 
 
 def sample(text: str, tokens: int = 1, **row: Any) -> Sample:
@@ -48,7 +49,7 @@ def test_the_form_and_the_length_are_those_of_the_whole_completion() -> None:
 
 
 def test_a_missing_column_names_the_closest() -> None:
-    with pytest.raises(RewardError, match=r"no column answer; found are prompt, answers; did you mean answers\?"):
+    with golden.raises(RewardError, match=r"column answer.*mean answers\?"):
         templates.exact_match()(sample("x", answers="x"))
 
 
@@ -95,7 +96,7 @@ def test_numbers_of_tables_may_be_written_in_short(given: str, wanted: object, r
 @pytest.mark.parametrize("template", ["exact_match", "numeric", "math_verify"])
 @pytest.mark.parametrize("wanted", ["", " \n", None, b"12", bytearray(b"12")])
 def test_a_row_without_an_answer_in_text_is_refused(template: str, wanted: object) -> None:
-    with pytest.raises(RewardError, match="the row's answer is"):
+    with golden.raises(RewardError):
         templates.TEMPLATES[template]()(sample("12", answer=wanted))
 
 
@@ -198,7 +199,7 @@ def test_a_tolerance_is_a_share_of_the_number() -> None:
     assert templates.numeric(tolerance=0.1)(sample("0.1", answer=0)) == 0
     assert templates.numeric(tolerance=0)(sample("0.33333333", answer="1/3")) == 0
     for tolerance in (-0.1, 1, float("nan")):
-        with pytest.raises(ConfigError, match="tolerance is a share of the number, at least 0 and under 1, not"):
+        with golden.raises(ConfigError, match="0.*under 1"):
             templates.numeric(tolerance=tolerance)
 
 
@@ -207,7 +208,7 @@ def test_a_tolerance_is_a_share_of_the_number() -> None:
     ["three", r"(-\infty, 2)", [3, "x", 12], {"value": 5, "year": 2024}, [], "2 hours 30 minutes", "3 or 4", True],
 )
 def test_a_row_that_is_no_single_number_is_an_error(answer: object) -> None:
-    with pytest.raises(RewardError, match="the row's answer holds no number, or one that may mean several things"):
+    with golden.raises(RewardError):
         templates.numeric()(sample("12", answer=answer))
 
 
@@ -219,7 +220,7 @@ def test_length_is_the_soft_overlong_punishment_of_dapo(tokens: int, reward: flo
 def test_length_in_other_units() -> None:
     assert templates.length(maximum=4, slack=2, unit="words")(sample("a b c")) == -0.5
     assert templates.length(maximum=4, slack=2, unit="characters")(sample("abcd")) == -1
-    with pytest.raises(ConfigError, match="there is no unit word; did you mean words"):
+    with golden.raises(ConfigError, match="mean words"):
         templates.length(maximum=4, slack=2, unit="word")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="between 1 and maximum"):
         templates.length(maximum=4, slack=5)

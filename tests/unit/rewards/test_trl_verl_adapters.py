@@ -17,6 +17,7 @@ from asyncrl.rewards.execution.scoring import score_of
 from asyncrl.rewards.functions import FunctionSpec, overlapping
 from asyncrl.rewards.sample import FunctionResult
 from asyncrl.rewards.trl_verl_adapters import takes_token_ids
+from tests import golden
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -63,7 +64,7 @@ def test_a_state_says_what_it_has() -> None:
         return [trainer_state.epoch]
 
     (result,) = asyncio.run(attempt(from_trl(f), [sample("x")], False, 1.0))
-    assert "AttributeError: asyncrl's trainer_state has global_step and max_steps, and no epoch" in result.reason
+    golden.says(result.reason, "trainer_state", "global_step")
 
 
 def test_what_a_trl_function_logs_becomes_terms_beside_the_reward(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,22 +84,22 @@ def test_what_a_trl_function_logs_becomes_terms_beside_the_reward(capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("log", "says"),
+    "log",
     [
-        (lambda metric, extra: metric("x", "high"), r"log_metric\('x', ...\) with 'high', which is no number$"),
-        (lambda metric, extra: metric("x", float("nan")), "the metric x is nan; a reward is finite"),
-        (lambda metric, extra: metric("x", [1.0, 2.0]), "which is no number$"),
-        (lambda metric, extra: extra("x", [1.0, 2.0]), "with 2 values for 1 completions: give one for each$"),
-        (lambda metric, extra: extra("x", [float("inf")]), "the metric x is inf; a reward is finite"),
+        lambda metric, extra: metric("x", "high"),
+        lambda metric, extra: metric("x", float("nan")),
+        lambda metric, extra: metric("x", [1.0, 2.0]),
+        lambda metric, extra: extra("x", [1.0, 2.0]),
+        lambda metric, extra: extra("x", [float("inf")]),
     ],
 )
-def test_what_cannot_be_logged_is_a_mistake_of_the_function(log: Any, says: str) -> None:
+def test_what_cannot_be_logged_is_a_mistake_of_the_function(log: Any) -> None:
     def f(completions: Any, log_metric: Any, log_extra: Any) -> list[float]:
         log(log_metric, log_extra)
         return [1.0]
 
     (result,) = asyncio.run(attempt(from_trl(f), [sample("x")], False, 1.0))
-    assert re.search(says, result.reason)
+    golden.says(result.reason)
 
 
 def test_calls_of_coroutine_functions_log_apart() -> None:
@@ -125,7 +126,7 @@ def test_a_trl_function_that_needs_what_only_trls_trainer_has_is_refused_before_
     def f(prompts: Any, completions: Any, completion_ids: Any, environments: Any, **rest: Any) -> list[float]:
         return [1.0]
 
-    with pytest.raises(ConfigError, match=r"^f: it takes environments, which TRL .* a default: environments=None$"):
+    with golden.raises(ConfigError, match="TRL.*environments=None"):
         from_trl(f)
     from_trl(partial(f, environments=None))
 
@@ -134,7 +135,7 @@ def test_a_column_that_a_trl_function_needs_is_named_when_rows_lack_it() -> None
     def f(completions: list[str], anser: list[str]) -> list[float]:
         return [1.0]
 
-    with pytest.raises(RewardError, match=r"^it takes anser, and the row has no such column; did you mean answer"):
+    with golden.raises(RewardError, match="mean answer"):
         from_trl(f)(sample("4", answer="4"))
 
 
@@ -147,7 +148,7 @@ def test_trl_completions_are_messages_where_prompts_are() -> None:
 
 def test_trl_none_stays_none_and_a_wrong_count_is_an_error() -> None:
     assert from_trl(lambda completions: [None])(sample("x")) is None
-    with pytest.raises(RewardError, match="given one completion and returned 2"):
+    with golden.raises(RewardError, match="returned 2"):
         from_trl(lambda completions: [1.0, 2.0])(sample("x"))
 
 
@@ -176,7 +177,7 @@ def test_verl_gets_its_four_arguments_and_score_counts() -> None:
 
 
 def test_verl_needs_its_columns() -> None:
-    with pytest.raises(RewardError, match=r"need the columns data_source and reward_model; found are \['prompt'\]"):
+    with golden.raises(RewardError, match="columns data_source.*reward_model"):
         from_verl(compute_score)(sample("72"))
 
 
@@ -189,7 +190,7 @@ def test_verl_gets_tables_that_a_file_without_tables_holds_as_text(written: Call
 
 @pytest.mark.parametrize("model", ["rule", '{"ground_truth": ', None, "[1]"])
 def test_verl_is_told_that_its_table_is_none(model: Any) -> None:
-    with pytest.raises(RewardError, match="the row's reward_model is no table with ground_truth, nor the text of one"):
+    with golden.raises(RewardError, match="reward_model.*ground_truth"):
         from_verl(compute_score)(sample("72", **{**VERL_ROW, "reward_model": model}))
 
 
@@ -231,7 +232,7 @@ def test_trl_returns_a_list(returned: Any) -> None:
     def mine(completions: list[str]) -> Any:
         return returned
 
-    with pytest.raises(RewardError, match=f"^mine returned {re.escape(repr(returned))}, and a function of TRL returns"):
+    with golden.raises(RewardError, match=f"{re.escape(repr(returned))}.*TRL"):
         from_trl(mine)(sample("a"))
 
 
@@ -240,9 +241,7 @@ def test_of_the_dict_of_verl_the_score_is_needed(returned: Any) -> None:
     def mine(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any) -> Any:
         return returned
 
-    with pytest.raises(
-        RewardError, match=f"^mine returned {re.escape(repr(returned))}, and of a dict .* there is none"
-    ):
+    with golden.raises(RewardError, match=f"{re.escape(repr(returned))}"):
         from_verl(mine)(sample("a", **VERL_ROW))
 
 
@@ -253,7 +252,7 @@ def test_what_has_to_be_given_by_place_is_refused() -> None:
     def second(data_source: Any, solution_str: Any, /, ground_truth: Any, extra_info: Any) -> float:
         return 1.0
 
-    with pytest.raises(ConfigError, match=r"^first: it takes prompts by place only: take the / out of its parameters"):
+    with golden.raises(ConfigError):
         from_trl(first)
-    with pytest.raises(ConfigError, match=r"^second: it takes data_source, solution_str by place only"):
+    with golden.raises(ConfigError, match="data_source, solution_str"):
         from_verl(second)

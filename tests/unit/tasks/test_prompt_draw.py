@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import TaskError
 from asyncrl.tasks import Draw, Prompts, drawn_row
+from tests import golden
 
 
 def test_rows_keep_all_columns() -> None:
@@ -18,26 +19,23 @@ def test_rows_keep_all_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    "row",
     [
-        (
-            {"question": "2+2=", "answer": "4"},
-            'found are question, answer; the closest is "question": write task.columns',
-        ),
-        ({"promt": "2+2="}, 'the closest is "promt"'),
-        ({"a": 1}, "found are a; name it by task.columns, or write a function"),
-        ({}, "found are no columns"),
-        ({"prompt": ""}, "text that is not empty"),
-        ({"prompt": " \n"}, "text that is not empty"),
-        ({"prompt": []}, "text that is not empty"),
-        ({"prompt": [{"role": "user", "content": " "}, {"role": "user", "content": ""}]}, "not all empty"),
-        ({"prompt": [{"content": "no role"}]}, "the role of message 1 is None"),
-        ({"prompt": "x", "where": Path("/")}, "row 1, column where: a value of type PosixPath cannot be sent"),
-        ("text", "this is str"),
+        {"question": "2+2=", "answer": "4"},
+        {"promt": "2+2="},
+        {"a": 1},
+        {},
+        {"prompt": ""},
+        {"prompt": " \n"},
+        {"prompt": []},
+        {"prompt": [{"role": "user", "content": " "}, {"role": "user", "content": ""}]},
+        {"prompt": [{"content": "no role"}]},
+        {"prompt": "x", "where": Path("/")},
+        "text",
     ],
 )
-def test_bad_rows_say_what_is_wrong(row: object, said: str) -> None:
-    with pytest.raises(TaskError, match=said):
+def test_bad_rows_say_what_is_wrong(row: object) -> None:
+    with golden.raises(TaskError):
         Prompts([row], "rows")  # type: ignore[list-item]
 
 
@@ -47,7 +45,7 @@ def test_a_bad_row_in_the_middle_is_found_at_once() -> None:
 
 
 def test_no_rows_are_an_error() -> None:
-    with pytest.raises(TaskError, match="rows: there are no rows"):
+    with golden.raises(TaskError):
         Prompts([], "rows")
 
 

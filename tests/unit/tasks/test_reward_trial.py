@@ -16,6 +16,7 @@ from asyncrl.errors import TaskError
 from asyncrl.experiments import experiments
 from asyncrl.tasks.prompt_rows import Prompts
 from asyncrl.tasks.reward_trial import try_rewards
+from tests import golden
 
 FUNCTIONS = """
 def right(sample):
@@ -126,16 +127,15 @@ async def test_a_solution_that_fails_its_own_tests_is_told(bubblewrap_works: Non
     assert await try_rewards(programs(), rows(good, begun, fenced, other)) == []
     (note,) = await try_rewards(programs(), rows(good, {**good, "solution": WRONG}))
     assert "passes_tests on rows.jsonl" in note
-    assert "the row's solution has 0 and not 1, so on 1 of 2 rows that were tried: is it right?" in note
+    golden.says(note, "0", "1")
 
 
 async def test_tests_that_no_solution_passes_are_refused(bubblewrap_works: None) -> None:
     asked = {**TESTED, "tests": ["assert doubled(2) == 4"], "solution": RIGHT}
-    with pytest.raises(TaskError) as raised:
+    with golden.raises(TaskError, match=r"'pass\\n'") as raised:
         await try_rewards(programs(), rows(asked, asked))
     assert "passes_tests on rows.jsonl" in str(raised.value)
-    assert "a program that does nothing ('pass\\n') and the row's solution ('def double" in str(raised.value)
-    assert "both have 0, and on each row that was tried it is so" in str(raised.value)
+    assert "0" in str(raised.value)
 
 
 async def test_held_out_rows_with_tests_are_tried_too(bubblewrap_works: None) -> None:
@@ -148,10 +148,10 @@ async def test_held_out_rows_with_tests_are_tried_too(bubblewrap_works: None) ->
 async def test_templates_that_compare_give_the_rows_answer_all_and_wrong_ones_nothing() -> None:
     own = config("exact_match", "numeric", "math_verify")
     assert await try_rewards(own, rows(ROW, {**ROW, "answer": 5}, {**ROW, "answer": "1/2"})) == []
-    with pytest.raises(TaskError, match=r"exact_match on rows.jsonl.*both have 0.*no answer would be right"):
+    with golden.raises(TaskError, match="exact_match.*0"):
         await try_rewards(config("exact_match"), rows({**ROW, "answer": "<think>4"}))
     kept = await try_rewards(config("exact_match"), rows(ROW, {**ROW, "answer": "<think>4"}))
-    assert "the row's answer has 0 and not 1, so on 1 of 2 rows" in kept[0]
+    golden.says(kept[0], "0", "1")
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,12 @@ async def test_functions_that_together_give_all_answers_the_same_are_refused(
     mine: Callable[[str], str], names: tuple[str, ...]
 ) -> None:
     own = config(*map(mine, names))
-    with pytest.raises(TaskError) as raised:
+    with golden.raises(TaskError, match="'4'") as raised:
         await try_rewards(own, rows(ROW, ROW))
-    assert "an empty answer ('') and the row's answer ('4') both have" in str(raised.value)
     assert f"{names[-1]} on rows.jsonl" in str(raised.value)
     off = config(*map(mine, names), guards={"no_variance": "off"})
     (note,) = await try_rewards(off, rows(ROW, ROW))
-    assert "nothing can be learnt" in note
+    golden.says(note)
 
 
 async def test_a_function_that_gives_all_answers_the_same_is_told_beside_one_that_does_not(
@@ -175,10 +174,10 @@ async def test_a_function_that_gives_all_answers_the_same_is_told_beside_one_tha
 ) -> None:
     (note,) = await try_rewards(config(mine("right"), mine("constant")), rows(ROW, ROW))
     assert "constant on rows.jsonl" in note
-    assert "an empty answer ('') and the row's answer ('4') both have 0.5, and so has each answer" in note
+    golden.says(note, "'4'", "0.5")
     unknown = {"prompt": "Write a poem.", "target": 7}
     (note,) = await try_rewards(config(mine("constant")), rows(unknown))
-    assert "an empty answer ('') and a program ('```python" in note
+    golden.says(note, "python")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ async def test_functions_of_groups_get_the_answers_to_one_row(mine: Callable[[st
 async def test_judges_are_not_asked() -> None:
     judge = {"use": "judge", "options": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
     (note,) = await try_rewards(config(judge), rows(ROW))
-    assert note == "reward.functions: judge was not tried on answers of rows: its calls cost"
+    golden.says(note, "reward.functions")
 
 
 @pytest.mark.parametrize("name", experiments())
@@ -253,7 +252,7 @@ async def test_functions_of_this_process_are_tried_in_a_copy_of_it(
     here: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     COUNTED.clear()
-    with pytest.raises(TaskError, match=r"on rows.jsonl.* both have .*nothing can be learnt"):
+    with golden.raises(TaskError):
         await try_rewards(config(), rows(ROW, ROW), [here])
     assert COUNTED == []
     assert capfd.readouterr() == ("", "")
@@ -281,7 +280,7 @@ async def test_functions_of_this_process_that_cannot_be_tried_are_named(
             server.accept()
     hangs = lambda sample: signal.pause()  # noqa: E731
     (note,) = await try_rewards(config(reward={"deadline": 0.1}), rows(ROW), [hangs])
-    assert "could not be tried: it gave no answer within 0.1 s" in note
+    golden.says(note, "0.1 s")
 
 
 async def test_costs_and_functions_of_held_out_sets_are_tried_and_told(mine: Callable[[str], str]) -> None:
@@ -298,7 +297,7 @@ async def test_costs_and_functions_of_held_out_sets_are_tried_and_told(mine: Cal
 async def test_templates_are_tried_on_held_out_rows_too() -> None:
     own = config("exact_match", evaluate={"prompts": "held.jsonl"})
     held = {"evaluate.prompts": Prompts([{**ROW, "answer": "<think>4"}], "held.jsonl")}
-    with pytest.raises(TaskError, match=r"exact_match on held.jsonl.*no answer would be right"):
+    with golden.raises(TaskError, match="exact_match"):
         await try_rewards(own, {**rows(ROW), **held})
 
 
@@ -333,9 +332,7 @@ async def test_functions_of_episodes_are_tried_on_episodes_of_one_turn(
 async def test_what_cannot_be_tried_is_said_in_a_line(mine: Callable[[str], str]) -> None:
     playing = config(environment={"use": "calculator"})
     (note,) = await try_rewards(playing, rows(ROW))
-    assert note.startswith(
-        "reward.functions: environment was not tried on answers of rows: its rewards come of playing"
-    )
+    golden.says(note, "reward.functions")
     joined = config(mine("constant"), fleet={"joined": {"reward": 1}, "listen": "tcp://*:0", "wire": "tcp"})
     (note,) = await try_rewards(joined, rows(ROW))
-    assert note == "reward.functions were not tried on answers of rows: they are on hosts that join"
+    golden.says(note, "reward.functions")

@@ -12,6 +12,7 @@ from asyncrl.errors import TaskError
 from asyncrl.tasks import load_prompts
 from asyncrl.tasks.prompt_rows import MOST_CHECKED
 from asyncrl.tasks.source_problems import check_rows, prompt_problems
+from tests import golden
 
 GOOD = {"prompt": "p", "tests": ["assert f(1) == 1"]}
 PASSES = '[reward]\nfunctions = [{ use = "passes_tests" }]\n'
@@ -27,15 +28,15 @@ def problems(folder: Path, rows: list[dict[str, Any]], more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("rows", "more", "said"),
     [
-        ([GOOD, {"prompt": "q"}], PASSES, "line 2: the row has no column tests with tests; found are prompt"),
-        ([{**GOOD, "tests": []}], PASSES, "line 1: the row's tests are no list of tests, but []"),
-        ([GOOD], REPAIR, "line 1: the row has no column checks with tests; found are prompt, tests"),
+        ([GOOD, {"prompt": "q"}], PASSES, "line 2"),
+        ([{**GOOD, "tests": []}], PASSES, "line 1"),
+        ([GOOD], REPAIR, "line 1"),
     ],
 )
 def test_a_row_without_tests_is_named(tmp_path: Path, rows: list[dict[str, Any]], more: str, said: str) -> None:
     (problem,) = problems(tmp_path, rows, more)
     assert "task.prompts: " in problem
-    assert said in problem
+    golden.says(problem, said)
 
 
 def test_only_programs_need_tests(tmp_path: Path) -> None:
@@ -86,23 +87,20 @@ def test_every_row_is_checked_for_what_a_template_reads(tmp_path: Path, use: str
     bad = bad.replace("\\\\", "\\") if isinstance(bad, str) else bad
     (problem,) = problems(tmp_path, rows(bad), ANSWERS[use])
     assert "p.jsonl, line 1701: " in problem
-    assert f"line 1701: {use} needs the column answer: " in problem
+    golden.says(problem, f"line 1701: {use}", "column answer")
     assert said in problem
     assert problems(tmp_path, rows("7"), ANSWERS[use]) == []
 
 
 def test_a_rubric_names_columns_of_every_row(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, rows(MISSING), JUDGE.replace("{answer}", "{answer} {solution}"))
-    assert (
-        "line 1: judge needs the column solution: the rubric has {solution}, and the row has no column solution"
-        in problem
-    )
+    golden.says(problem, "line 1", "column solution")
     assert problems(tmp_path, rows(MISSING), JUDGE) == []  # {answer} is that of the policy
 
 
 def test_every_row_of_tests_is_checked(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, [GOOD] * 1999 + [{**GOOD, "tests": [3]}], PASSES)
-    assert "line 2000: the row's tests[0] is no test" in problem
+    golden.says(problem, "line 2000", "tests[0]")
 
 
 def test_parquet_is_checked_to_its_end(tmp_path: Path) -> None:
@@ -144,7 +142,7 @@ def test_the_first_rows_of_those_that_are_made_on_demand_are_checked_and_that_is
         "the rows given as prompts makes its 10,000,000 rows on demand: the first 10,000 are checked before the run",
     )
     check_rows(config, {"task.prompts": made})
-    with pytest.raises(TaskError, match="row 10000: numeric needs the column answer"):
+    with golden.raises(TaskError, match="row 10000.*column answer"):
         check_rows(config, {"task.prompts": load_prompts(OnDemand(MOST_CHECKED - 1))})
     assert load_prompts(rows("7")).notes == ()
 
@@ -155,7 +153,7 @@ def test_a_held_out_set_is_checked_by_its_own_functions(tmp_path: Path) -> None:
     assert problems(tmp_path, rows("7"), ANSWERS["numeric"] + own) == []
     (problem,) = problems(tmp_path, rows("7"), ANSWERS["numeric"] + own.replace("exact_match", "numeric"))
     assert "evaluate.sets.own.prompts: " in problem
-    assert "own.jsonl, line 1: numeric needs the column answer" in problem
+    golden.says(problem, "own.jsonl, line 1", "column answer")
 
 
 @pytest.mark.parametrize("more", ['[reward]\nfunctions = ["mine.py:f"]\n', '[reward]\nfunctions = ["length"]\n', ""])

@@ -15,6 +15,7 @@ from asyncrl.environments.loading import EnvironmentSpec, load
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.transcript import SampledAnswer
 from asyncrl.errors import ConfigError
+from tests import golden
 from tests.unit.environments.agents.conftest import MakeAgent, until
 
 ROW = {"prompt": "What is 2 + 3?", "answer": 5}
@@ -161,14 +162,14 @@ async def test_tokens_and_logprobs_reach_the_agent(agent: MakeAgent) -> None:
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("print('nothing to do')", "exited without a request to OPENAI_BASE_URL; it printed 'nothing to do"),
-        ("sys.exit('no key for it')", "the agent exited with status 1; it printed '', and as errors:\nno key for it"),
-        ("os.kill(os.getpid(), 9)", "the agent was ended by signal 9"),
-        ("for _ in range(20): post({})\nos.abort()", "the agent was ended by signal 6"),
+        ("print('nothing to do')", "OPENAI_BASE_URL"),
+        ("sys.exit('no key for it')", "1"),
+        ("os.kill(os.getpid(), 9)", "signal 9"),
+        ("for _ in range(20): post({})\nos.abort()", "signal 6"),
     ],
 )
 async def test_an_agent_that_asks_nothing_is_an_error(agent: MakeAgent, source: str, why: str) -> None:
-    with pytest.raises(AgentFailed, match=why):
+    with golden.raises(AgentFailed, match=why):
         await agent(source).reset(ROW, 0)
 
 
@@ -218,7 +219,7 @@ async def test_all_that_an_agent_started_ends_with_its_episode(agent: MakeAgent,
     assert all(map(lives, pids))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(made.step("1"), 0.2)
-    assert made.waits_for.endswith("made no request and did not end")
+    golden.says(made.waits_for)
     await made.close()
     assert not any(map(lives, pids))
 
@@ -234,16 +235,16 @@ async def test_the_program_knows_its_key_and_no_proxy_comes_between(
 
 
 @pytest.mark.parametrize(
-    ("use", "options", "why"),
+    ("use", "options"),
     [
-        ("agent:", {}, 'environment.use is "agent:" and a command'),
-        ("agent:nosuchprogram x", {}, "there is no program nosuchprogram"),
-        ("agent:sh", {"reward": "lastline"}, "options.reward: there is no 'lastline'; did you mean last_line"),
-        ("agent:sh", {"form": "hermess"}, "environment.options.form: there is no form hermess"),
+        ("agent:", {}),
+        ("agent:nosuchprogram x", {}),
+        ("agent:sh", {"reward": "lastline"}),
+        ("agent:sh", {"form": "hermess"}),
     ],
 )
-def test_wrong_options_are_refused(use: str, options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+def test_wrong_options_are_refused(use: str, options: dict[str, Any]) -> None:
+    with golden.raises(ConfigError):
         load(EnvironmentSpec(use, options))()
 
 

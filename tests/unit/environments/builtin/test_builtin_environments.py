@@ -16,6 +16,7 @@ from asyncrl.environments.loading import EnvironmentSpec, environment_problems, 
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.builtin import calculator, guess
+from tests import golden
 
 
 def play(environment: Any, row: dict[str, Any], seed: int, *said: str) -> list[Observation]:
@@ -132,5 +133,5 @@ def test_problems_are_found_without_the_code_of_the_user(
 
 
 def test_a_value_that_an_environment_refuses_is_an_error_before_its_first_episode() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.options\.form: there is no form x"):
+    with golden.raises(ConfigError, match=r"environment\.options\.form"):
         load(EnvironmentSpec("tools", {"functions": ["builtins:len"], "form": "x"}))()

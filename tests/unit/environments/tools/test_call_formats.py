@@ -12,6 +12,7 @@ from asyncrl.environments.tools import FORMS, ToolCall, ToolCalls
 from asyncrl.environments.tools.call_formats import form_named
 from asyncrl.environments.tools.parsed_calls import DEEPEST, LARGEST, MOST
 from asyncrl.errors import ConfigError
+from tests import golden
 
 ADD = ToolCall("add", {"a": 1, "b": [2, {"c": None}]})
 
@@ -314,7 +315,7 @@ def test_a_damaged_answer_is_read_or_is_a_mistake(form: str) -> None:
 
 
 def test_an_unknown_form_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"environment.options.form: there is no form herms; did you mean hermes\?"):
+    with golden.raises(ConfigError, match=r"mean hermes\?"):
         form_named("herms", "environment.options.form")
 
 

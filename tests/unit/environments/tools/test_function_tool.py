@@ -12,6 +12,7 @@ import pytest
 from asyncrl.environments.tools import Tool
 from asyncrl.environments.tools.argument_kinds import BadArgument
 from asyncrl.errors import ConfigError
+from tests import golden
 
 
 class Unit(enum.Enum):
@@ -161,11 +162,11 @@ def test_a_wrong_argument_is_a_message_for_the_model(annotation: Any, given: Any
 def test_missing_and_unknown_arguments() -> None:
     made = Tool.of(weather)
     assert made.arguments({"city": "Ulm"}) == {"city": "Ulm"}
-    with pytest.raises(BadArgument, match="needs city, a text; nothing was given for it"):
+    with golden.raises(BadArgument):
         made.arguments({})
-    with pytest.raises(BadArgument, match=r"has no argument dais; did you mean days\?"):
+    with golden.raises(BadArgument, match=r"mean days\?"):
         made.arguments({"city": "Ulm", "dais": 1})
-    with pytest.raises(BadArgument, match="has no argument b; it takes no arguments"):
+    with golden.raises(BadArgument):
         Tool.of(lambda: None).arguments({"b": 1})
 
 
@@ -196,20 +197,9 @@ def misdescribed(city: str) -> None:
     """
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (untyped, "the tool untyped, parameter a has no type; write for example a: str"),
-        (positional, "the tool positional, parameter a is positional-only, .* remove the /"),
-        (many, r"the tool many, parameter values takes any number of arguments; write a parameter list\[...\]"),
-        (named, r"the tool named, parameter values takes arguments of any name; write a parameter dict\[str"),
-        (unknown, "the tool unknown: an annotation names Nowhere, which its module does not have"),
-        (misdescribed, "the tool misdescribed: its docstring describes ctiy, no parameter; did you mean city"),
-        (dict.fromkeys, "the tool fromkeys does not show its parameters|parameter iterable"),
-    ],
-)
-def test_a_function_that_cannot_be_a_tool_is_refused(function: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("function", [untyped, positional, many, named, unknown, misdescribed, dict.fromkeys])
+def test_a_function_that_cannot_be_a_tool_is_refused(function: Any) -> None:
+    with golden.raises(ConfigError):
         Tool.of(function)
 
 
@@ -217,7 +207,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused(function: Any, message: str
     "annotation", [bytes, object, complex, dict[int, str], Literal[b"x"], list[bytes], Node, "Tool"]
 )
 def test_an_unsupported_type_is_refused_with_what_to_write(annotation: Any) -> None:
-    with pytest.raises(ConfigError, match=r"the tool f, parameter a.*(write str, int|part of itself|names Tool)"):
+    with golden.raises(ConfigError):
         tool(annotation)
 
 

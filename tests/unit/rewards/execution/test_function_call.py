@@ -11,6 +11,7 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards import Sample
 from asyncrl.rewards.execution.function_call import attempt, call, result_of
 from asyncrl.rewards.sample import FunctionResult, with_columns
+from tests import golden
 
 SAMPLES = [Sample("p", text, {}, 0, member, "stop", 1) for member, text in enumerate("abc")]
 
@@ -29,7 +30,7 @@ SAMPLES = [Sample("p", text, {}, 0, member, "stop", 1) for member, text in enume
     ],
 )
 def test_what_is_no_single_number_is_no_reward(value: Any) -> None:
-    assert result_of(value).reason.startswith("what it returned is not a number but ")
+    golden.says(result_of(value).reason)
 
 
 @pytest.mark.parametrize(
@@ -55,24 +56,13 @@ def test_numbers_and_terms(value: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (None, "it returned None"),
-        (float("nan"), "what it returned is nan"),
-        (float("inf"), "what it returned is inf"),
-        (-1e31, "what it returned is -1e.31; a reward is finite, and 1e.30 at most"),
-        ("1.0", "is not a number but '1.0'"),
-        ([1.0], r"is not a number but \[1.0\]"),
-        ({}, "empty dict"),
-        ({"a": float("nan")}, "the term a is nan"),
-        ({"a": None}, "the term a is not a number"),
-    ],
+    "value", [None, float("nan"), float("inf"), -1e31, "1.0", [1.0], {}, {"a": float("nan")}, {"a": None}]
 )
 @pytest.mark.trap("unscorable")
-def test_what_is_no_reward(value: Any, reason: str) -> None:
+def test_what_is_no_reward(value: Any) -> None:
     found = result_of(value)
     assert found.value is None
-    with pytest.raises(AssertionError, match=reason):
+    with golden.raises(AssertionError):
         raise AssertionError(found.reason)
 
 
@@ -97,7 +87,7 @@ async def test_a_group_is_judged_together_and_each_value_alone() -> None:
 
 @pytest.mark.parametrize("result", [[1.0, 2.0], 1.0, {"a": 1.0}, "abc"])
 async def test_a_group_function_returns_as_many_rewards_as_samples(result: Any) -> None:
-    with pytest.raises(RewardError, match=r"3 samples and returned 2|a list of 3 rewards"):
+    with golden.raises(RewardError):
         await call(lambda samples: result, SAMPLES, group=True)
 
 
@@ -153,9 +143,7 @@ async def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
         return sample.row["answer"]
 
     (result,) = await attempt(asks, [sample], False, 1.0)
-    assert result.reason == (
-        "it raised MissingColumn: the row has no column answer; found are prompt, answr; did you mean answr?"
-    )
+    golden.says(result.reason, "column answer", "mean answr?")
     assert (sample.row.get("answer"), sample.row["answr"], "answer" in sample.row) == (None, "a", False)
 
 
@@ -170,18 +158,18 @@ async def test_a_function_by_token_returns_a_reward_for_each_token() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (0.5, "with by_token = true it returns a list, this is 0.5"),
-        ({"a": 1.0}, "with by_token = true it returns a list"),
-        ([0.5, 1.0], "it returned 2 rewards for the 3 tokens of the sample"),
-        ([0.5, math.nan, 1.0], "the reward of token 1 is nan"),
-        ([0.5, "x", 1.0], "the reward of token 1 is not a number"),
-        ([0.5, 1e308, 1.0], "the reward of token 1 is 1e+308"),
+        (0.5, "by_token = true"),
+        ({"a": 1.0}, "by_token = true"),
+        ([0.5, 1.0], "2 rewards"),
+        ([0.5, math.nan, 1.0], "1"),
+        ([0.5, "x", 1.0], "1"),
+        ([0.5, 1e308, 1.0], "1"),
     ],
 )
 async def test_what_is_no_reward_of_tokens(value: Any, reason: str) -> None:
     (found,) = await call(lambda sample: value, [Sample("p", "abc", {}, 0, 0, "stop", 3)], False, by_token=True)
     assert found.value is None
-    assert found.reason.startswith(reason)
+    golden.says(found.reason, reason)
 
 
 def test_a_list_from_another_function_is_answered_with_the_key_to_write() -> None:

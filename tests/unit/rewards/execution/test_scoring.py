@@ -11,6 +11,7 @@ from asyncrl.rewards import Sample
 from asyncrl.rewards.execution.scoring import FunctionChoice, GroupBarrier, score_of
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
+from tests import golden
 
 SAMPLE = Sample("p", "wrong " * 100, {}, group=12, member=3, finish="stop", tokens=1)
 SPECS = [FunctionSpec("exact_match", "match", weight=2.0), FunctionSpec("my.py:shape", "shape", weight=0.5)]
@@ -51,7 +52,7 @@ def test_what_no_code_of_the_user_did_has_no_advice_to_correct_it() -> None:
 def test_a_group_that_failed_together_is_named_without_a_member(samples: int, named: str) -> None:
     broken = [FunctionResult(1.0), FunctionResult(reason="it hung", failed_together=samples)]
     message = score_of(SAMPLE, SPECS, broken, "zero", "held-out prompt 33").error
-    assert message == f"reward function my.py:shape on {named} of held-out prompt 33: it hung"
+    golden.says(message, "my.py:shape", f"{named}")
 
 
 @pytest.mark.trap("unscorable")

@@ -12,6 +12,7 @@ import pytest
 from asyncrl.concurrency import gather
 from asyncrl.rewards.feedback.pairs import Judgement, RatableAnswer
 from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatedBefore, RatingsFile, UnknownAnswer
+from tests import golden
 
 Opened = Callable[[], Awaitable[FeedbackBoard]]
 FOREVER = float("inf")
@@ -149,11 +150,11 @@ async def test_what_is_no_answer_here_is_refused(opened: Opened, tmp_path: Path)
     first = answer()
     other = answer(prompt="another prompt", group=4)
     waits = await asked(board, first, other)
-    with pytest.raises(UnknownAnswer, match="no answer is known as"):
+    with golden.raises(UnknownAnswer):
         await board.rate("7.0.beef", 1.0)
     with pytest.raises(UnknownAnswer, match="different prompts"):
         await board.pick(first.id, other.id)
-    with pytest.raises(UnknownAnswer, match="compared with itself"):
+    with golden.raises(UnknownAnswer):
         await board.pick(first.id, first.id)
     assert lines(tmp_path) == []
     for wait in waits:

@@ -12,6 +12,7 @@ from asyncrl.errors import RewardError, TaskError
 from asyncrl.rewards.sample import Sample
 from asyncrl.tasks.builtin import dialogue
 from asyncrl.tasks.builtin.dialogue_rewards import echo, embedding, exchanges, relevance, safety
+from tests import golden
 
 WITH_SETS = pytest.mark.skipif(find_spec("chitchat_dataset") is None, reason="the extra `dialogue` is not installed")
 WITH_MODEL = pytest.mark.skipif(
@@ -47,18 +48,15 @@ def test_a_prompt_is_cut_out_of_a_conversation_before_an_answer() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [({"sets": ["chat"]}, "write one or more of chatterbot, chitchat"), ({"given": 0}, "given = 0, following = 2")],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(TaskError, match=text):
+@pytest.mark.parametrize("options", [{"sets": ["chat"]}, {"given": 0}])
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with golden.raises(TaskError):
         dialogue.training(2, **options)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialogue, "find_spec", lambda module: None)
-    with pytest.raises(TaskError, match=r"chitchat-dataset is not installed; run: .*dialogue"):
+    with golden.raises(TaskError):
         dialogue.package_folder("chitchat_dataset", "chitchat-dataset")
 
 
@@ -102,7 +100,7 @@ def test_a_missing_embedding_model_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(dialogue_rewards, "MODEL", ("no_such_module", "no-such-package==1"))
     monkeypatch.setattr(dialogue_rewards, "_encoder", dialogue_rewards._encoder.__wrapped__)
-    with pytest.raises(RewardError, match=r"no_such_module is not installed; run: .*--no-deps no-such-package==1"):
+    with golden.raises(RewardError, match="no_such_module.*--no-deps no-such-package==1"):
         relevance(sample("anything that is not remembered"))
 
 
