@@ -139,7 +139,7 @@ FOR_TESTS = {
 def started() -> set[str]:
     """Returns the modules that are entered without an import: commands, programs, also of the sandbox, and what whole
     texts name."""
-    entered = ("asyncrl.deploy.commands.", "asyncrl.children.sandbox.inside.")
+    entered = ("asyncrl.algorithms.", "asyncrl.deploy.commands.", "asyncrl.children.sandbox.inside.")
     commands = {name for name in FILES if name.startswith(entered)}
     programs = {name for name, path in FILES.items() if '__name__ == "__main__"' in path.read_text()}
     shell = " ".join(path.read_text() for path in [*ROOT.glob("scripts/*"), *ROOT.glob("*.toml")] if path.is_file())
