@@ -83,7 +83,7 @@ def raises(expected: type[E] | tuple[type[E], ...], match: str = "") -> Iterator
 
 
 def _wording(text: object) -> str:
-    """Of pydantic's errors our sentences, and the types of its own, whose wording is its affair."""
+    """Returns the text of an error. Of pydantic's it keeps our sentences, and the type alone of its own."""
     if not isinstance(text, ValidationError):
         return str(text)
     found = [
@@ -93,7 +93,7 @@ def _wording(text: object) -> str:
 
 
 def normalised(text: str, folder: Path) -> str:
-    """folder: in which pytest makes each tmp_path."""
+    """Returns the text with names for what changes. folder: in which pytest makes each tmp_path."""
     text = re.sub(re.escape(str(folder)) + r"/[\w-]+", "<tmp_path>", text)
     for pattern, name in CHANGING:
         text = re.sub(pattern, name, text, flags=re.MULTILINE)

@@ -146,7 +146,7 @@ def base_model(model: nn.Module) -> Iterator[None]:
 
 PREFIX = "base_model.model."
 SUFFIX = ".weight"
-"""What peft writes before and after the name of a tensor."""
+"""Text that peft writes before and after the name of a tensor."""
 
 
 def write_adapters(

@@ -1,6 +1,6 @@
-"""What the config.json of a model says of its family, without torch: whether this version trains it and why others are
-refused, which experts are recorded of its tokens, whether its rows are packed, and what it does differently with
-longer rows.
+"""Reads from the config.json of a model what follows from its family, without torch: whether this version trains it and
+why others are refused, which experts are recorded of its tokens, whether its rows are packed, and what it does
+differently with longer rows.
 
 tests/unit/engines/generation/test_families.py trains a tiny random model of each family in TRAINED and holds that the
 engine's log-probs are those of transformers. docs/models.md has them as tables.

@@ -1,4 +1,4 @@
-"""What follows from each policy of staleness."""
+"""Each policy of staleness says what is live, what expires, and how much may be in flight."""
 
 from typing import get_args
 

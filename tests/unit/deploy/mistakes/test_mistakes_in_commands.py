@@ -13,6 +13,7 @@ NO_RUN = "holds no run: name a run directory, as made by `asyncrl run --run-dir`
     Mistake("resume", "resume runs/x", "did you mean `asyncrl run`?"),
     Mistake("status", "status runs/x", "did you mean `asyncrl monitor`?"),
     Mistake("logs", "logs runs/x", "did you mean `asyncrl monitor`?"),
+    Mistake("serve", "serve generation", "did you mean `asyncrl join`?"),
     Mistake("list", "list", "did you mean `asyncrl experiments`?"),
     Mistake("kill", "kill runs/x", "did you mean `asyncrl stop`?"),
     Mistake("eval", "eval runs/x", "did you mean `asyncrl evaluate`?"),
