@@ -4,13 +4,15 @@ import ipaddress
 import re
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
-from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.launching.key_folder import CONTROLLER, KeyFolder
-from asyncrl.fleet.launching.run_access import MONITOR
+from asyncrl.fleet.launching.key_folder import CONTROLLER, MONITOR, KeyFolder
 from asyncrl.lanes.bound_socket import family_of, host_of, on_tcp
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
 
 ADDRESS = re.compile(r"tcp://([^/:\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d+)")
 KEYS = "join_keys"
@@ -33,7 +35,7 @@ def join_address(text: str, key: str) -> str:
     return on_tcp(host, found[2])
 
 
-def listen_address(config: Config) -> str:
+def listen_address(config: "Config") -> str:
     """Returns where a run listens. Raises ConfigError for a wrong address, and for one that other hosts reach without
     keys that somebody made for them."""
     address = join_address(config.fleet.listen, "fleet.listen")
@@ -45,7 +47,7 @@ def listen_address(config: Config) -> str:
     return address
 
 
-def refuse_missing_keys(config: Config) -> None:
+def refuse_missing_keys(config: "Config") -> None:
     """Raises ConfigError when the config names a folder without keys for hosts that join."""
     if not config.fleet.join_keys:
         return
@@ -56,7 +58,7 @@ def refuse_missing_keys(config: Config) -> None:
         raise ConfigError(f"fleet.join_keys: {folder} has no keys: make them on this host with {commands}")
 
 
-def join_keys(config: Config, run_dir: Path) -> KeyFolder:
+def join_keys(config: "Config", run_dir: Path) -> KeyFolder:
     """Returns the keys of a run; makes those in its directory where the config names none."""
     if config.fleet.join_keys:
         return KeyFolder(Path(config.fleet.join_keys))

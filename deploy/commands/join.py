@@ -36,7 +36,6 @@ KEY_HELP = (
 def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
     from asyncrl.deploy.join_address import address_of_this_host, join_address, local_address_towards
-    from asyncrl.deploy.process.local_launcher import LARGE_FLEET, allow_descriptors
     from asyncrl.errors import ConfigError
     from asyncrl.fleet.launching.joining import LONGEST_DRAIN
     from asyncrl.fleet.launching.key_folder import WorkerKey
@@ -51,6 +50,8 @@ def main(arguments: list[str]) -> int:
     address = join_address(asked.to, "--to")
     if asked.check:
         return asyncio.run(_check(asked, key, address))
+    from asyncrl.deploy.process.local_launcher import LARGE_FLEET, allow_descriptors
+
     allow_descriptors(LARGE_FLEET)
     own = address_of_this_host(asked.address, "--address") if asked.address else local_address_towards(address)
     with _forks(asked.role) as forks:
@@ -100,8 +101,7 @@ def _forks(role: str) -> "Iterator[Forks | None]":
 
 async def _check(asked: argparse.Namespace, key: "WorkerKey", address: str) -> int:
     """Prints what this host does in the run; returns the exit status."""
-    from asyncrl.fleet.launching.joining import HostState, installed_versions
-    from asyncrl.fleet.launching.joining_host import state_of_host
+    from asyncrl.fleet.launching.joining import HostState, installed_versions, state_of_host
     from asyncrl.lanes.control.zmq_wire import ZmqWire
     from asyncrl.lanes.host_id import HostId, gpus_of_host
 
@@ -172,8 +172,7 @@ def admit(arguments: list[str]) -> int:
     from asyncrl.config.placement import JOINING_ROLES
     from asyncrl.config.sources.keys import closest
     from asyncrl.errors import ConfigError
-    from asyncrl.fleet.launching.key_folder import KeyFolder
-    from asyncrl.fleet.launching.run_access import MONITOR
+    from asyncrl.fleet.launching.key_folder import MONITOR, KeyFolder
 
     roles = (*JOINING_ROLES, MONITOR)
     if asked.role not in roles:

@@ -19,8 +19,8 @@ from asyncrl.config.install_hints import program
 from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.deploy.join_address import join_address
 from asyncrl.errors import ConfigError, PeerLost, Refused
-from asyncrl.fleet.launching.key_folder import WorkerKey
-from asyncrl.fleet.launching.run_access import MONITOR, watched_run
+from asyncrl.fleet.launching.key_folder import MONITOR, WorkerKey
+from asyncrl.fleet.launching.run_access import watched_run
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.telemetry.display import ACTS, CleanConsole, shown, skipped

@@ -1,10 +1,16 @@
-"""Shared by both ends of joining: their hello, their heartbeats, and the packages whose versions have to agree."""
+"""Shared by both ends of joining: their hello, their heartbeats, the packages whose versions have to agree, and the
+question what a host does in a run. Health checks ask it every few seconds, so that nothing here loads a whole fleet."""
 
-from collections.abc import Collection, Mapping
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 
-from asyncrl.protocols.messages import PROTOCOL, Hello
+from asyncrl.errors import ConfigError, DeadlineExceeded, FleetFailed, PeerLost, Refused
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.host_id import HostId
+from asyncrl.protocols.messages import PROTOCOL, Hello, JoinRequest
 from asyncrl.version import __version__
 
 JOINING = "joining"
@@ -18,6 +24,9 @@ SIGN_OF_LIFE = 1.0
 
 ORDER_DEADLINE = 10.0
 """Seconds without any order after which a host counts its controller as lost."""
+
+INQUIRY_DEADLINE = 5.0
+"""Seconds for the answer, which takes some milliseconds once the run is reached."""
 
 LONGEST_DRAIN = 3600.0
 """Seconds that a host may let its worker drain: far longer than a group takes."""
@@ -66,3 +75,25 @@ def version_problem(needed: Collection[str], ours: Mapping[str, str], theirs: Ma
         ", ".join(f"{name} {side.get(name, '(not installed)')}" for name in differing) for side in (ours, theirs)
     )
     return f"the controller has {here}, and {host} has {there}: install the same versions on both"
+
+
+async def state_of_host(
+    wire: Wire, address: str, service: str, proof: str, host: HostId, versions: Mapping[str, str], gpus: Sequence[str]
+) -> HostState:
+    """Returns the furthest state of the offers for this service that come from this host.
+
+    Raises:
+        ConfigError: the run refuses this host, for its key or its versions.
+        FleetFailed: no run answers.
+    """
+    agent = secrets.token_hex(8)
+    identity = (host.machine, host.memory, host.name)
+    request = JoinRequest(service, agent, *identity, dict(versions), proof, list(gpus))
+    client = Client(wire.connect(address), joining_hello(service, agent), f"the run at {address}", heartbeat=HEARTBEAT)
+    try:
+        async with client:
+            return HostState(await client.call("state", (request,), INQUIRY_DEADLINE))
+    except Refused as refused:
+        raise ConfigError(f"{address} refuses this host: {refused}") from refused
+    except (PeerLost, DeadlineExceeded) as lost:
+        raise FleetFailed(f"no run answers at {address}: {lost}") from lost

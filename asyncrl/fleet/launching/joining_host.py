@@ -4,15 +4,13 @@ join ──> copy missing files ──> ready ──> start a worker ──> its
                                              └── connection broken: the worker goes on, and the host joins again
 join with a worker ──> "keep", from the controller that has it: it goes on
                    └── "fetch", from another one: it is ended, and the host is as new
-
-state_of_host asks a run over the same connection what a host does in it, for health checks of containers.
 """
 
 import asyncio
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, cast
@@ -24,7 +22,6 @@ from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
     LONGEST_DRAIN,
     ORDER_DEADLINE,
-    HostState,
     installed_versions,
     joining_hello,
 )
@@ -371,29 +368,3 @@ class _JoinedHost:
 
 
 # ---- what a host does in a run -------------------------------------------------------------------------------------
-
-
-DEADLINE = 5.0
-"""Seconds for the answer, which takes some milliseconds once the run is reached."""
-
-
-async def state_of_host(
-    wire: Wire, address: str, service: str, proof: str, host: HostId, versions: Mapping[str, str], gpus: Sequence[str]
-) -> HostState:
-    """Returns the furthest state of the offers for this service that come from this host.
-
-    Raises:
-        ConfigError: the run refuses this host, for its key or its versions.
-        FleetFailed: no run answers.
-    """
-    agent = secrets.token_hex(8)
-    identity = (host.machine, host.memory, host.name)
-    request = JoinRequest(service, agent, *identity, dict(versions), proof, list(gpus))
-    client = Client(wire.connect(address), joining_hello(service, agent), f"the run at {address}", heartbeat=HEARTBEAT)
-    try:
-        async with client:
-            return HostState(await client.call("state", (request,), DEADLINE))
-    except Refused as refused:
-        raise ConfigError(f"{address} refuses this host: {refused}") from refused
-    except (PeerLost, DeadlineExceeded) as lost:
-        raise FleetFailed(f"no run answers at {address}: {lost}") from lost

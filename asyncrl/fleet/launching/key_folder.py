@@ -21,6 +21,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.lanes.control.auth import CurveKeys
 
 CONTROLLER = "controller.key"
+MONITOR = "monitor"
+"""Role of keys with which a run is watched, and no worker joins."""
 ADMITTED = ".admitted"
 LOOK_SECONDS = 0.25
 """Seconds until a key that was made or revoked counts: less than a host takes for its tries to join."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from asyncrl.concurrency import running_beside
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused
 from asyncrl.fleet.launching.joining import HEARTBEAT, REQUEST_BYTES, joining_hello
-from asyncrl.fleet.launching.key_folder import WorkerKey
+from asyncrl.fleet.launching.key_folder import MONITOR, WorkerKey
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
@@ -111,8 +111,6 @@ def _write(file: Path, content: CommandAddress) -> None:
 # ---- the state of a run, over the connection by which hosts join ---------------------------------------------------
 
 
-MONITOR = "monitor"
-"""Role of keys with which a run is watched, and no worker joins."""
 SHORTEST = 1.0
 """Seconds between two looks at the files: a state is written every 2 s, however many watch."""
 LOOK_DEADLINE = 10.0

@@ -14,8 +14,8 @@ from asyncrl.deploy import cli
 from asyncrl.errors import PeerLost, Refused
 from asyncrl.fleet.launching import run_access
 from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
-from asyncrl.fleet.launching.key_folder import KeyFolder, WorkerKey
-from asyncrl.fleet.launching.run_access import MONITOR, RunWatch, SeenRun, watched_run
+from asyncrl.fleet.launching.key_folder import MONITOR, KeyFolder, WorkerKey
+from asyncrl.fleet.launching.run_access import RunWatch, SeenRun, watched_run
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.telemetry.run_directory import RunDirectory

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.config.sections.device_pools import Device
 from asyncrl.errors import ConfigError, FleetFailed
-from asyncrl.fleet.launching.joining import HostState
-from asyncrl.fleet.launching.joining_host import JoiningHost, state_of_host
+from asyncrl.fleet.launching.joining import HostState, state_of_host
+from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.lanes.data.file_cache import FileCache
