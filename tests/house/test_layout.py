@@ -200,9 +200,15 @@ def test_marked_tests_stand_where_their_job_collects_them() -> None:
 def test_ci_runs_every_job_once() -> None:
     """`scripts/check` runs what the job `house` of scripts/test runs."""
     check, tests, ci = ((ROOT / name).read_text() for name in ("scripts/check", "scripts/test", ".ci/run"))
-    patterns = {r'^jobs="(.+)"$': tests, r"^scripts/test (.+)$": ci, r'^optional="(.+)"$': ci}
-    jobs, core, optional = (re.findall(pattern, text, re.MULTILINE)[0].split() for pattern, text in patterns.items())
-    assert sorted([*core, *(each.partition("=")[0] for each in optional), "house"]) == sorted(jobs)
+    patterns = (
+        (r'^core="(.+)"$', tests),
+        (r'^jobs="\$core (.+)"$', tests),
+        (r"^scripts/test (.+)$", ci),
+        (r'^optional="(.+)"$', ci),
+    )
+    core, others, first, optional = (re.findall(pattern, text, re.MULTILINE)[0].split() for pattern, text in patterns)
+    assert sorted([*first, "house"]) == sorted(core)
+    assert sorted(each.partition("=")[0] for each in optional) == sorted(others)
     command = ".venv/bin/pytest -q tests/house"
     assert command in check
     assert f"job_house() {{ {command}; }}" in tests

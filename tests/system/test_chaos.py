@@ -14,7 +14,7 @@ from tests.chaos.run_watch import Loss, RunWatch
 from tests.chaos.trial import Trial
 from tests.network_hosts import why_no_hosts
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.kills]
 
 CHEAP = tuple(kind for kind in KINDS if kind.seconds[1] <= 8 and not kind.is_outage)
 SEED = 3

@@ -12,7 +12,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from commit_faults import FAULT_POINTS  # noqa: E402
 from torchless_runs import Run  # noqa: E402
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.kills, pytest.mark.usefixtures("programs")]
 
 SYNCHRONOUS = ("--staleness.limit", "0")
 WHILE_WRITING = ("asked", "model.bin", "state.bin")

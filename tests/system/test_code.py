@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_deaths import ended, running, until_step
 from watching import dead, pid_of, wait_until
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.kills, pytest.mark.usefixtures("programs")]
 
 STEPS = 12
 SLOW_SECONDS = 4

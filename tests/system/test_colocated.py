@@ -18,7 +18,7 @@ from watching import pid_of, workers_of
 from asyncrl.controller.journal.audit import audit
 from asyncrl.telemetry.jsonl import read_lines, read_metrics
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.ranks, pytest.mark.usefixtures("programs")]
 
 STEPS = 6
 KILLED_AT = 3

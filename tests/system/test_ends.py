@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from torchless_runs import Run
 from watching import wait_until
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.kills, pytest.mark.usefixtures("programs")]
 FLAGS = ("--fleet.grace", "1.5", "--training.checkpoint_every", "1000", "--steps", "1000")
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE))
 from torchless_runs import Run  # noqa: E402
 from watching import PATIENCE, dead, wait_until  # noqa: E402
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.kills, pytest.mark.usefixtures("programs")]
 
 STEPS = ("--steps", "40")
 WORKERS = ("generation", "reward", "training")

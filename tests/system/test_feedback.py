@@ -16,7 +16,7 @@ from raters import Rater, likes_vowels
 from torchless_runs import Run
 from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.kills, pytest.mark.usefixtures("programs")]
 
 STEPS = 12
 FLAGS = ["--steps", str(STEPS), "--training.checkpoint_every", "3", "--evaluate.prompts=", "--reward.functions", "[]"]

@@ -34,7 +34,7 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.service_contracts import Reference, Reward
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.ranks]
 
 MODEL = model
 BATCHES = (1, 7, 3, 11)

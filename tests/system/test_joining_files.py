@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_joining import CLI, free_address, program, steps_in
 from watching import PATIENCE, wait_until
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.kills, pytest.mark.usefixtures("programs")]
 
 HIDDEN = ("unshare", "--user", "--map-root-user", "--mount")
 REWARD = "from letters import same\n\n\ndef score(sample):\n    return same(sample.text, sample.row['answer'])\n"

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from programs import ended, running, until_step
 from watching import pid_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.kills, pytest.mark.usefixtures("programs")]
 
 LORA = ["--model.lora.rank", "8", "--training.learning_rate", "1e-3"]
 IDS = torch.arange(3, 15)[None]

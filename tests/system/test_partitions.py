@@ -13,7 +13,7 @@ from tests.network_hosts import network_hosts, why_no_hosts
 sys.path.insert(0, str(Path(__file__).parent))
 from watching import wait_until
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.kills]
 
 PROGRAM = """
 import asyncio, json, sys

@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE))
 from torchless_runs import Run  # noqa: E402
 from watching import PATIENCE  # noqa: E402
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.kills]
 
 WORKERS = ("generation", "reward", "training")
 FOR_EVER = ("--steps", "1000000", "--training.checkpoint_every", "5")

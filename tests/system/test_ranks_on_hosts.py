@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from watching import PATIENCE, wait_until
 
 pytestmark = [
+    pytest.mark.ranks,
     pytest.mark.fleet,
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-"),
 ]

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
 from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.ranks, pytest.mark.usefixtures("programs")]
 
 STEPS = 3
 EPISODES = """

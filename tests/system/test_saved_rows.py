@@ -23,7 +23,7 @@ from asyncrl.controller.journal.ledger import (  # noqa: E402
 )
 from asyncrl.controller.journal.run_storage import FileStore  # noqa: E402
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.kills, pytest.mark.usefixtures("programs")]
 
 FAR_AHEAD = ("--staleness.limit", "4", "--staleness.admission", "full", "--training.checkpoint_every", "1")
 KILLED_AT = ("controller", "hinted", 5)

@@ -35,7 +35,7 @@ from asyncrl.protocols.service_contracts import Training
 sys.path.insert(0, str(Path(__file__).parent))
 from watching import PATIENCE
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.ranks]
 
 STEPS = 20
 BROKEN = 4

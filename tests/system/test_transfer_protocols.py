@@ -37,7 +37,7 @@ from asyncrl.protocols.service_contracts import Lane
 
 __all__ = ["model", "store"]
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.ranks]
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "docs" / "reference" / "lanes.md"

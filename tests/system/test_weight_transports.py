@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_deaths import audited, command, ended, last_metrics, running, until_step
 from watching import dead, wait_until, workers_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.kills, pytest.mark.usefixtures("programs")]
 
 NO_EXACT_CANARY = 1e-3
 """Largest difference of log-probs with equal weights, in nats: float32 on one machine differs by some 1e-6."""
