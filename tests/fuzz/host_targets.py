@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from asyncrl.concurrency import running_beside
-from asyncrl.controller.journal.run_copy import CopiedFile, Head, MemoryObjects, brought
+from asyncrl.controller.journal.run_copy import CopiedFile, Head, brought
 from asyncrl.errors import ConfigError, JournalError, Refused, WeightsError, WireError
 from asyncrl.fleet.launching.join_point import JoinPoint, Places
 from asyncrl.lanes.control import message_codec
@@ -29,6 +29,7 @@ from asyncrl.lanes.data.row_file import RowFileWriter, store_again
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Place
 from asyncrl.protocols.messages import Call, FilePart, FileTree, JoinRequest, ListedFile
 from tests.fuzz.targets import CALLER, PATIENCE, ROW, WORKER, Looping, Worker, frames_of, joined, split
+from tests.memory_objects import MemoryObjects
 
 JOIN = JoinRequest("generation", "agent", "m", "m", "h1", {"asyncrl": "0.1"}, "proof", ["cuda:0"])
 JOIN_CALLS = (

@@ -1,7 +1,7 @@
 """The gate as the specification reads: every answer scans all groups in flight."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -18,16 +18,11 @@ from asyncrl.controller.gate.group_state import (
     SampleState,
     Stage,
 )
-from asyncrl.errors import IllegalTransition
 from asyncrl.protocols.staleness import live
 
 
 class ReferenceGate:
-    """Keeps the groups in flight and applies the rules to them. Finished groups are forgotten at once.
-
-    counts: samples by stage since this gate was made. The staleness report takes each step abandoned_tokens, sampled in
-    attempts that were given up; ended samples; and gaps, the baseline at an early cut minus that of the whole group.
-    """
+    """Answers what Gate answers, whose methods say what each is."""
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
         self.config = config
@@ -46,7 +41,6 @@ class ReferenceGate:
     # ---- drawing -----------------------------------------------------------------------------------------
 
     def held(self) -> int:
-        """Returns how many samples hold a credit: all in flight, except those that `mask` lets run past the limit."""
         began = self._running_since.items() if self.config.policy == "mask" else ()
         past = sum(count for version, count in began if not live(version, self.version, self.config.limit))
         return self.in_flight - past
@@ -57,7 +51,6 @@ class ReferenceGate:
         return fits and not self._stopped
 
     def draw(self) -> int:
-        """Puts the next group in flight, all members RUNNING in attempt 0, and returns its id."""
         assert self.may_draw(), "draw() is for when may_draw() says so"
         group = self.next_group
         self.next_group += 1
@@ -66,7 +59,6 @@ class ReferenceGate:
         return group
 
     def restore(self, drawn: GroupState) -> None:
-        """Puts a group in flight that a resumed run had drawn, as its journal has it."""
         assert drawn.id < self.next_group, "a restored group was drawn before"
         assert drawn.id not in self._groups, f"group {drawn.id} is in flight already"
         awaits = self.config.greedy and drawn.greedy is None
@@ -75,16 +67,13 @@ class ReferenceGate:
         self._add(GroupState(drawn.id, drawn_at, samples, drawn.attempt, awaits=awaits, greedy=drawn.greedy))
 
     def stop_drawing(self) -> None:
-        """The groups in flight still train, at last in a short batch."""
         self._stopped = True
 
     @property
     def oldest(self) -> int:
-        """Id of the first group in flight, or of the next draw."""
         return min(self._groups, default=self.next_group)
 
     def not_before(self, group: int) -> int:
-        """Returns the oldest version that the engine may start a sequence of this group with."""
         if self.config.policy == "block":  # The deadline of a sample counts from its draw.
             return self._groups[group].drawn_at
         return max(0, self.version - self.config.limit)
@@ -92,7 +81,6 @@ class ReferenceGate:
     # ---- a sample's way ----------------------------------------------------------------------------------
 
     def generated(self, group: int, member: int, attempt: int, first: int, last: int, tokens: int = 0) -> bool:
-        """RUNNING -> SCORING. Returns False for an old attempt or a repeated answer, which is refused."""
         assert first <= last, f"sample {(group, member)}: first version {first} is newer than its last {last}"
         sample = self._current(group, member, attempt, Stage.RUNNING)
         if sample is None:
@@ -104,7 +92,6 @@ class ReferenceGate:
         return True
 
     def scored(self, group: int, member: int, attempt: int, reward: float | None) -> bool:
-        """SCORING -> READY; without a reward -> DROPPED as `unscorable`. Returns False as `generated` does."""
         sample = self._current(group, member, attempt, Stage.SCORING)
         if sample is None:
             return False
@@ -115,7 +102,6 @@ class ReferenceGate:
         return True
 
     def compared(self, group: int, attempt: int, reward: float | None) -> bool:
-        """Takes the reward of a group's greedy answer; later attempts keep it. Returns False as `generated` does."""
         if not self.awaits(group) or self._groups[group].attempt != attempt:
             return False
         self._groups[group].awaits = reward is None
@@ -123,11 +109,10 @@ class ReferenceGate:
         return True
 
     def restart(self, group: int, members: Sequence[int]) -> int:
-        """Begins a new attempt for these members in flight and returns its number."""
         entry = self._groups[group]
         entry.attempt += 1
         for member in members:
-            sample = self._expect(group, member, IN_FLIGHT, "restarted")
+            sample = self._expect(group, member, IN_FLIGHT)
             self.abandoned_tokens += sample.tokens
             self._count(sample, -1)
             entry.samples[member] = SampleState(attempt=entry.attempt, since=self.version)
@@ -135,9 +120,8 @@ class ReferenceGate:
         return entry.attempt
 
     def drop(self, group: int, members: Iterable[int], reason: str) -> None:
-        """RUNNING, SCORING or READY -> DROPPED. Samples in TRAINING go through `requeue` first."""
         for member in members:
-            sample = self._expect(group, member, DROPPABLE, "dropped")
+            sample = self._expect(group, member, DROPPABLE)
             sample.reason = reason
             self._end(self._groups[group], member, Stage.DROPPED)
         self._forget(group)
@@ -145,7 +129,6 @@ class ReferenceGate:
     # ---- training ----------------------------------------------------------------------------------------
 
     def pick(self) -> Pick:
-        """Drops what cannot train, then picks what to train next and moves it to TRAINING; between iterations only."""
         assert not self.counts[Stage.TRAINING], "pick() is for when no iteration is running"
         dropped = self._drop_unusable()
         cuts, full = self._urgent_cuts()
@@ -160,7 +143,6 @@ class ReferenceGate:
         return Pick(tuple(sorted(cuts)), dropped)
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
-        """TRAINING -> READY after a failed step; members restarted or dropped meanwhile keep their stage."""
         for group, members in cuts:
             for member in members:
                 sample = self._groups[group].samples[member] if group in self._groups else None
@@ -171,7 +153,7 @@ class ReferenceGate:
         assert version >= self.version, f"the trainer went back from version {self.version} to {version}"
         for group, members in cuts:
             for member in members:
-                self._expect(group, member, (Stage.TRAINING,), "trained")
+                self._expect(group, member, (Stage.TRAINING,))
                 self._end(self._groups[group], member, Stage.TRAINED)
             if group in self._early:
                 self._groups[group].baselines.append(self._early[group])
@@ -179,7 +161,6 @@ class ReferenceGate:
         self.version = version
 
     def preview(self) -> tuple[Cut, ...]:
-        """Returns what `pick` would take if no iteration were running; () while that is no full batch."""
         if self.counts[Stage.READY] < self.config.batch:
             return ()
         cuts, full = self._urgent_cuts()
@@ -187,16 +168,7 @@ class ReferenceGate:
 
     # ---- the rules ---------------------------------------------------------------------------------------
 
-    def expired(self, sample: SampleState) -> bool:
-        """Returns whether the sample has no live token left."""
-        return not live(sample.last, self.version, self.config.limit)
-
-    def stale(self, sample: SampleState) -> bool:
-        """Returns whether some token of the sample is over the limit."""
-        return not live(sample.first, self.version, self.config.limit)
-
     def due(self, group: GroupState) -> bool:
-        """Returns whether some READY sample has its last chance: after one more version none of its tokens is live."""
         ready = (sample for sample in group.samples if sample.stage is Stage.READY)
         return any(not live(sample.last, self.version + 1, self.config.limit) for sample in ready)
 
@@ -205,7 +177,6 @@ class ReferenceGate:
         return [(group.id, group.members(Stage.READY)) for group in sorted(ready, key=self._urgency)]
 
     def may_cut(self, group: GroupState) -> bool:
-        """Returns whether the READY members of this group may train without waiting for the others."""
         if group.awaits or not group.members(*OPEN):
             return not group.awaits
         if self.config.policy != "mask" or (self.config.need_signal and not group.has_signal()):
@@ -214,11 +185,6 @@ class ReferenceGate:
         return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
 
     def fits_deadlines(self, cuts: Sequence[Cut]) -> bool:
-        """Returns whether, under `block`, what these cuts leave fits into the iterations before its deadline.
-
-        For every k in 0..eta, not only 0, at most k x B x G samples may be left of those drawn at version + k - eta or
-        before.
-        """
         taken = dict(cuts)
         left = Counter[int]()
         for group in self._groups.values():
@@ -237,13 +203,7 @@ class ReferenceGate:
         return sum(self.counts[stage] for stage in IN_FLIGHT)
 
     @property
-    def worth_picking(self) -> bool:
-        """Returns whether enough samples are ready, or no more will be. Cheap; asked at each score."""
-        return self.counts[Stage.READY] >= self.config.batch or not any(self.counts[stage] for stage in OPEN)
-
-    @property
     def exhausted(self) -> bool:
-        """Returns whether no sample becomes ready by itself: none runs, is scored or awaited, and none may be drawn."""
         return not any(self.counts[stage] for stage in OPEN) and not self.awaited and not self.may_draw()
 
     def finished(self, group: int) -> bool:
@@ -260,14 +220,10 @@ class ReferenceGate:
         return self._groups[group]
 
     def members(self, group: int, *stages: Stage) -> tuple[int, ...]:
-        """Returns the members of a group that are in one of these stages; () for a finished group."""
         return self._groups[group].members(*stages) if group in self._groups else ()
 
     def groups(self) -> tuple[int, ...]:
         return tuple(sorted(self._groups))
-
-    def samples(self) -> Iterator[SampleState]:
-        return (sample for group in self._groups.values() for sample in group.samples)
 
     # ---- parts -------------------------------------------------------------------------------------------
 
@@ -292,11 +248,9 @@ class ReferenceGate:
         sample = self._groups[group].samples[member] if group in self._groups else None
         return sample if sample is not None and (sample.attempt, sample.stage) == (attempt, stage) else None
 
-    def _expect(self, group: int, member: int, stages: Sequence[Stage], what: str) -> SampleState:
-        sample = self._groups[group].samples[member] if group in self._groups else None
-        if sample is None or sample.stage not in stages:
-            found = "its group has finished" if sample is None else f"it is {sample.stage.value}"
-            raise IllegalTransition(f"sample {(group, member)} cannot be {what}: {found}")
+    def _expect(self, group: int, member: int, stages: Sequence[Stage]) -> SampleState:
+        sample = self._groups[group].samples[member]
+        assert sample.stage in stages
         return sample
 
     def _end(self, group: GroupState, member: int, stage: Stage) -> None:
@@ -313,8 +267,11 @@ class ReferenceGate:
             del self._groups[group]
 
     def _drop_unusable(self) -> tuple[Drop, ...]:
-        """Drops what is too old, and what cannot train although no member of its group is open any more."""
-        too_old = {"mask": self.expired, "drop": self.stale}.get(self.config.policy, lambda _: False)
+        stamp = {"mask": "last", "drop": "first"}.get(self.config.policy)
+
+        def too_old(sample: SampleState) -> bool:
+            return stamp is not None and not live(getattr(sample, stamp), self.version, self.config.limit)
+
         old = self._drop_ready("stale", list(self._groups.values()), too_old)
         complete = [group for group in self._groups.values() if not group.members(*OPEN) and not group.awaits]
         lacking = [group for group in complete if len(group.rewards()) < self.config.baseline]
@@ -333,7 +290,6 @@ class ReferenceGate:
         return drops
 
     def _urgent_cuts(self) -> tuple[list[Cut], bool]:
-        """Returns the most urgent cuts, as many as make a full batch, and whether they make one."""
         taken = list[Cut]()
         samples = 0
         for cut in self.cuts():

@@ -38,56 +38,29 @@ def test_it_draws_below_the_bound_only() -> None:
     assert not made.allows(made.bound)
 
 
-def test_a_wait_of_the_trainer_raises_it_once_by_what_was_missing() -> None:
+def left(*samples: int) -> list[tuple[Pick, int]]:
+    return [(BATCH, each) for each in samples]
+
+
+@pytest.mark.parametrize(
+    ("answers", "bound"),
+    [
+        ([(WAIT, 5), (WAIT, 1)], 16 + 3),  # A wait of the trainer raises it once by what was missing.
+        ([(WAIT, 5), (WAIT, 1), (BATCH, 0), (WAIT, 0)], 19 + 8),
+        ([(WAIT, 5), (DROPPED, 2)], 16 + 3 + 6),  # What was waited for and dropped raises it again.
+        ([(WAIT, 9)], 16),  # A wait for a deadline with a whole batch does not.
+        (left(*[6] * (WINDOW - 1)), 16),
+        (left(*[6] * WINDOW), 13),  # It falls by half of what every batch of a window left,
+        (left(*(6, 10) * (WINDOW // 2)), 16 - 2),  # and keeps more where batches come unevenly.
+        ([*left(*[60] * (WINDOW - 1)), (WAIT, 7), *left(*[60] * WINDOW)], 17),  # A late batch begins the window again.
+        ([*left(*[60] * (WINDOW - 1)), (WAIT, 7), *left(*[60] * (WINDOW + 1))], 8),  # It never falls below a batch.
+    ],
+)
+def test_it_follows_what_the_trainer_found(answers: list[tuple[Pick, int]], bound: int) -> None:
     made = admission()
-    made.observe(WAIT, 5)
-    made.observe(WAIT, 1)
-    assert made.bound == 16 + 3
-    made.observe(BATCH, 0)
-    made.observe(WAIT, 0)
-    assert made.bound == 19 + 8
-
-
-def test_what_was_waited_for_and_dropped_raises_it_again() -> None:
-    made = admission()
-    made.observe(WAIT, 5)
-    made.observe(DROPPED, 2)
-    assert made.bound == 16 + 3 + 6
-
-
-def test_a_wait_for_a_deadline_with_a_whole_batch_does_not_raise_it() -> None:
-    made = admission()
-    made.observe(WAIT, 9)
-    assert made.bound == 16
-
-
-def test_it_falls_by_half_of_what_every_batch_of_a_window_left() -> None:
-    made = admission()
-    for _ in range(WINDOW - 1):
-        made.observe(BATCH, 6)
-    assert made.bound == 16
-    made.observe(BATCH, 6)
-    assert made.bound == 13
-
-
-def test_it_keeps_more_where_batches_come_unevenly() -> None:
-    made = admission()
-    for left in (6, 10) * (WINDOW // 2):
-        made.observe(BATCH, left)
-    assert made.bound == 16 - 2
-
-
-def test_a_late_batch_begins_the_window_again_and_it_never_falls_below_a_batch() -> None:
-    made = admission()
-    for _ in range(WINDOW - 1):
-        made.observe(BATCH, 60)
-    made.observe(WAIT, 7)
-    made.observe(BATCH, 60)
-    for _ in range(WINDOW - 1):
-        made.observe(BATCH, 60)
-    assert made.bound == 17
-    made.observe(BATCH, 60)
-    assert made.bound == 8
+    for pick, offered in answers:
+        made.observe(pick, offered)
+    assert made.bound == bound
 
 
 def test_full_admission_stays_at_the_credits() -> None:

@@ -31,16 +31,26 @@ def test_a_group_of_equal_rewards_leaves_with_a_reason() -> None:
 
 
 def test_groups_with_a_signal_train_as_ever() -> None:
-    made = gate([[0.5, 1.0], [1.0, 0.0]])
-    assert made.pick().cuts == ((0, (0, 1)), (1, (0, 1)))
+    assert gate([[0.5, 1.0], [1.0, 0.0]]).pick().cuts == ((0, (0, 1)), (1, (0, 1)))
 
 
+def by_turn(parts: tuple[tuple[float, ...], ...], turn_discount: float | None) -> Gate:
+    """One group whose samples have the reward 1 in these parts."""
+    made = Gate(GateConfig(1, 2, 1, "mask", 16, need_signal=True, turn_discount=turn_discount))
+    group = made.draw()
+    for member, turns in enumerate(parts):
+        made.generated(group, member, 0, 0, 0, 5)
+        made.scored(group, member, 0, 1.0, turns)
+    return made
+
+
+LAST_TURNS = (((0.0, 1.0), (0.0, 0.0, 1.0)), ((0.0, 1.0), ()))
+"""Pairs whose returns differ only where later rewards are discounted."""
 TURNS = [
     (((1.0, 0.0), (0.0, 1.0)), True),
     (((0.5, 0.5), (0.5, 0.5)), False),
     (((0.0, 0.0, 1.0), (0.0, 1.0, 0.0)), True),
-    (((0.0, 1.0), (0.0, 0.0, 1.0)), True),
-    (((0.0, 1.0), ()), True),
+    *((each, True) for each in LAST_TURNS),
     (((), ()), False),
 ]
 
@@ -54,29 +64,19 @@ def test_turns_whose_returns_differ_are_a_signal_for_advantages_by_turn(
     estimate = group_estimate("group_mean", normalize_std=False)
     cut = RewardedCut(0, (0, 1), {0: 1.0, 1: 1.0}, turns=dict(enumerate(parts)))
     taught = any(advantage for turns in turn_advantages([cut], estimate, discount)[0] for advantage in turns)
+    assert taught == (differ and not (discount == 1.0 and parts in LAST_TURNS))
     for turn_discount, trains in ((discount, taught), (None, False)):
-        made = Gate(GateConfig(1, 2, 1, "mask", 16, need_signal=True, turn_discount=turn_discount))
-        group = made.draw()
-        for member, turns in enumerate(parts):
-            made.generated(group, member, 0, 0, 0, 5)
-            made.scored(group, member, 0, 1.0, turns)
-        pick = made.pick()
-        assert (pick.cuts is not None, [drop.reason for drop in pick.dropped]) == (
-            (True, []) if trains else (False, ["no_signal"])
-        )
-    assert taught == (differ and not (discount == 1.0 and parts in (((0.0, 1.0), ()), ((0.0, 1.0), (0.0, 0.0, 1.0)))))
+        pick = by_turn(parts, turn_discount).pick()
+        assert [drop.reason for drop in pick.dropped] == ([] if trains else ["no_signal"])
+        assert (pick.cuts is not None) == trains
 
 
 def test_parts_that_a_resume_restores_are_a_signal_from_then_on() -> None:
-    made = Gate(GateConfig(1, 2, 1, "mask", 16, need_signal=True, turn_discount=0.9))
-    group = made.draw()
-    for member in range(2):
-        made.generated(group, member, 0, 0, 0, 5)
-        made.scored(group, member, 0, 1.0)
-    assert group in made._unusable
-    made.parts_restored(group, 0, (1.0, 0.0))
-    made.parts_restored(group, 1, (0.0, 1.0))
-    assert made.pick().cuts == ((group, (0, 1)),)
+    made = by_turn(((), ()), 0.9)
+    assert 0 in made._unusable
+    made.parts_restored(0, 0, (1.0, 0.0))
+    made.parts_restored(0, 1, (0.0, 1.0))
+    assert made.pick().cuts == ((0, (0, 1)),)
 
 
 def test_a_part_of_a_group_waits_for_a_reward_that_differs() -> None:

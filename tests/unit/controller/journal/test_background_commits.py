@@ -2,26 +2,25 @@
 
 import asyncio
 import errno
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.controller.checkpointing import BackgroundCommits
 from asyncrl.controller.journal.audit import Audit
-from asyncrl.controller.journal.checkpoints import plan_resume, resume, versions
-from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.journal.run_storage import MemoryStore
+from asyncrl.controller.journal.checkpoints import resume, versions
 from asyncrl.protocols.messages import Checkpointed
+from tests.unit.controller.journal.saga import Saga, planned
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
-class Scene:
-    """A run over a store. The trainer copies its state, and writes it once `written` is set."""
+class Scene(Saga):
+    """A run whose trainer copies its state, and writes it once `written` is set."""
 
-    def __init__(self, run: Any, background: bool = True) -> None:
-        self.store = MemoryStore()
-        self.history = run(0)
-        self.journal = Journal(self.store)
+    def __init__(self, background: bool = True) -> None:
+        super().__init__()
         self.copied: list[int] = []
         self.committed: list[int] = []
         self.written = asyncio.Event()
@@ -33,21 +32,19 @@ class Scene:
         self.committed.append(version)
 
     async def begin(self) -> None:
-        ledger = self.journal.ledger
-        version = ledger.version
-        chain = ledger.chain.hex()
+        answer = self.answer({})
 
         async def copy(directory: str) -> Checkpointed:
-            self.copied.append(version)
+            self.copied.append(answer.version)
             return Checkpointed(0, "", {})
 
         async def write(directory: str) -> Checkpointed:
             await self.written.wait()
             if self.error is not None:
                 raise self.error
-            return Checkpointed(version, chain, {})
+            return answer
 
-        await self.commits.begin(version, copy, write)
+        await self.commits.begin(answer.version, copy, write)
 
     async def with_the_first(self) -> "Scene":
         """Commits the first checkpoint, and trains a step."""
@@ -57,65 +54,58 @@ class Scene:
         self.train()
         return self
 
-    def train(self) -> None:
-        target = self.history.version + 1
-        while self.history.version < target:
-            self.journal.append(self.history.step())
+
+async def turns() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 async def waits(scene: Scene) -> bool:
     """Returns whether `begin` waits until the files are written; it has returned in the end."""
     begun = asyncio.ensure_future(scene.begin())
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns()
     found = not begun.done()
     scene.written.set()
     await begun
     return found
 
 
-async def test_records_after_the_copy_lie_behind_the_checkpoint(run: Any) -> None:
-    scene = await Scene(run).with_the_first()
+async def test_records_after_the_copy_lie_behind_the_checkpoint() -> None:
+    scene = await Scene().with_the_first()
     async with scene.commits:
         await scene.begin()
         assert (scene.copied, scene.committed, versions(scene.store)) == ([0, 1], [0], [0])
-        scene.train()
-        scene.train()
+        scene.train(2)
         scene.written.set()
     assert (scene.committed, versions(scene.store)) == ([0, 1], [0, 1])
     assert Audit(scene.store).ok
     for found in (scene.store.after_death(), scene.store.after_power_cut()):
-        plan = plan_resume(found)
-        assert plan is not None
+        plan = planned(found)
         assert (plan.version, plan.ledger.version) == (1, 1)
         assert resume(found, plan).ledger.version == 1
         assert Audit(found).ok
 
 
-async def test_the_first_checkpoint_is_waited_for_and_later_ones_are_not(run: Any) -> None:
-    scene = Scene(run)
+async def test_the_first_checkpoint_is_waited_for_and_later_ones_only_without_background() -> None:
+    scene = Scene()
     async with scene.commits:
         assert await waits(scene)
         scene.written.clear()
         scene.train()
         assert not await waits(scene)
-
-
-async def test_without_background_a_run_waits_for_the_files(run: Any) -> None:
-    scene = await Scene(run, background=False).with_the_first()
+    scene = await Scene(background=False).with_the_first()
     async with scene.commits:
         assert await waits(scene)
         assert versions(scene.store) == [0, 1]
 
 
-async def test_the_next_checkpoint_waits_for_the_one_before(run: Any) -> None:
-    scene = await Scene(run).with_the_first()
+async def test_the_next_checkpoint_waits_for_the_one_before() -> None:
+    scene = await Scene().with_the_first()
     async with scene.commits:
         await scene.begin()
         scene.train()
         second = asyncio.ensure_future(scene.begin())
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns()
         assert scene.copied == [0, 1]
         scene.written.set()
         await second
@@ -123,17 +113,17 @@ async def test_the_next_checkpoint_waits_for_the_one_before(run: Any) -> None:
     assert versions(scene.store) == [1, 2]
 
 
-async def fails(scene: Scene) -> None:
-    """Runs until an error, which comes while a checkpoint is written."""
+async def failing_run(scene: Scene, then: Callable[[], None]) -> None:
+    """Runs until an error, which comes while a checkpoint is written. then: called at that moment."""
     async with scene.commits:
         await scene.begin()
-        asyncio.get_running_loop().call_soon(scene.written.set)
+        then()
         raise ValueError("the run failed")
 
 
-async def test_an_error_of_the_files_ends_the_run_at_its_next_look(run: Any) -> None:
-    scene = await Scene(run).with_the_first()
-    scene.error = OSError(errno.ENOSPC, "No space left on device")
+async def test_an_error_of_the_files_ends_the_run_at_its_next_look() -> None:
+    scene = await Scene().with_the_first()
+    scene.error = NO_SPACE
 
     async def go_on() -> None:
         async with scene.commits:
@@ -149,8 +139,8 @@ async def test_an_error_of_the_files_ends_the_run_at_its_next_look(run: Any) -> 
     assert scene.store.folders() == ["0"], "what was unfinished is removed"
 
 
-async def test_an_error_of_the_copy_is_that_of_the_caller(run: Any) -> None:
-    scene = await Scene(run).with_the_first()
+async def test_an_error_of_the_copy_is_that_of_the_caller() -> None:
+    scene = await Scene().with_the_first()
 
     async def fail(directory: str) -> Checkpointed:
         raise OSError(errno.EIO, "Input/output error")
@@ -163,65 +153,54 @@ async def test_an_error_of_the_copy_is_that_of_the_caller(run: Any) -> None:
     assert versions(scene.store) == [0, 1]
 
 
-async def test_a_run_that_fails_keeps_the_checkpoint_that_was_copied(run: Any) -> None:
-    scene = await Scene(run).with_the_first()
-    with pytest.raises(ValueError, match="the run"):
-        await fails(scene)
-    assert versions(scene.store) == [0, 1]
-
-
-async def test_of_two_errors_that_of_the_run_is_raised(run: Any) -> None:
-    scene = await Scene(run).with_the_first()
-    scene.error = OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("error", [None, NO_SPACE])
+async def test_a_run_that_fails_keeps_the_checkpoint_that_was_copied_and_its_own_error(error: OSError | None) -> None:
+    scene = await Scene().with_the_first()
+    scene.error = error
+    loop = asyncio.get_running_loop()
     with pytest.raises(ValueError, match="the run") as raised:
-        await fails(scene)
-    assert raised.value.__notes__ == ["besides, a checkpoint was not committed: [Errno 28] No space left on device"]
+        await failing_run(scene, lambda: loop.call_soon(scene.written.set) and None)
+    assert versions(scene.store) == ([0] if error else [0, 1])
+    noted = [f"besides, a checkpoint was not committed: {error}"] if error else []
+    assert getattr(raised.value, "__notes__", []) == noted
 
 
-async def test_a_cancelled_run_gives_its_checkpoint_up(run: Any) -> None:
-    scene = await Scene(run).with_the_first()
+async def cancelled(body: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Cancels what runs once it has set the event."""
     begun = asyncio.Event()
+    task = asyncio.ensure_future(body(begun))
+    await begun.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
-    async def body() -> None:
+
+async def test_a_cancelled_run_gives_its_checkpoint_up() -> None:
+    scene = await Scene().with_the_first()
+
+    async def body(begun: asyncio.Event) -> None:
         async with scene.commits:
             await scene.begin()
             begun.set()
             await asyncio.Event().wait()
 
-    task = asyncio.ensure_future(body())
-    await begun.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(body)
     assert versions(scene.store) == [0]
 
 
-async def test_a_run_that_is_cancelled_while_it_waits_writes_nothing_afterwards(run: Any) -> None:
+async def test_a_run_that_is_cancelled_while_it_waits_writes_nothing_afterwards() -> None:
     """The next controller of this process may resume as soon as the scope has ended."""
-    scene = await Scene(run).with_the_first()
-    waiting = asyncio.Event()
-
-    async def body() -> None:
-        async with scene.commits:
-            await scene.begin()
-            waiting.set()
-            raise ValueError("the run failed")
-
-    task = asyncio.ensure_future(body())
-    await waiting.wait()
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    scene = await Scene().with_the_first()
+    await cancelled(lambda waiting: failing_run(scene, waiting.set))
     size = scene.store.size
     scene.written.set()
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns()
     assert (scene.store.size, versions(scene.store)) == (size, [0])
 
 
-async def test_a_begin_that_was_cancelled_while_an_earlier_commit_is_written_may_be_repeated(run: Any) -> None:
-    scene = await Scene(run).with_the_first()
+async def test_a_begin_that_was_cancelled_while_an_earlier_commit_is_written_may_be_repeated() -> None:
+    scene = await Scene().with_the_first()
     async with scene.commits:
         await scene.begin()
         assert scene.commits.is_running

@@ -4,9 +4,7 @@ import asyncio
 import errno
 import os
 import shutil
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,18 @@ from hypothesis import strategies as st
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume
 from asyncrl.controller.journal.journal import Journal, encode
-from asyncrl.controller.journal.ledger import Drawn, Generated, Record, Trained
+from asyncrl.controller.journal.ledger import Drawn, Generated, Record
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.errors import JournalError
 from asyncrl.protocols.messages import Checkpointed
+from tests import golden
+from tests.instruction_count import counting
+from tests.unit.controller.journal.saga import Run, Saga, planned
 
 
-def stored(records: list[Record], store: Any = None) -> tuple[Any, list[int]]:
+def stored(records: list[Record]) -> tuple[MemoryStore, list[int]]:
     """A store with these records, and where each begins."""
-    store = MemoryStore() if store is None else store
+    store = MemoryStore()
     starts = []
     for record in records:
         starts.append(store.size)
@@ -40,8 +41,8 @@ def of_bytes(data: bytes) -> MemoryStore:
 
 
 @pytest.mark.parametrize("change", [0x01, 0x80, 0xFF])
-def test_a_flip_of_any_byte_is_refused_unless_only_the_last_record_has_it(run: Any, change: int) -> None:
-    records = run(4).go(12).records
+def test_a_flip_of_any_byte_is_refused_unless_only_the_last_record_has_it(change: int) -> None:
+    records = Run(4).go(12).records
     whole, starts = stored(records)
     before = bytes(whole.contents())
     for place in range(len(before)):
@@ -61,10 +62,8 @@ def test_a_flip_of_any_byte_is_refused_unless_only_the_last_record_has_it(run: A
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 10**9), where=st.floats(0, 1), junk=st.binary(min_size=1, max_size=300))
-def test_bytes_written_over_a_journal_are_refused_where_records_follow(
-    run: Any, seed: int, where: float, junk: bytes
-) -> None:
-    records = run(seed).go(30).records
+def test_bytes_written_over_a_journal_are_refused_where_records_follow(seed: int, where: float, junk: bytes) -> None:
+    records = Run(seed).go(30).records
     store, starts = stored(records)
     before = bytes(store.contents())
     place = int(where * len(before))
@@ -82,9 +81,9 @@ def test_bytes_written_over_a_journal_are_refused_where_records_follow(
 
 
 @pytest.mark.parametrize("tail", [bytes(1), bytes(8), bytes(4096)])
-def test_zeros_at_the_end_are_a_torn_tail(run: Any, tail: bytes) -> None:
+def test_zeros_at_the_end_are_a_torn_tail(tail: bytes) -> None:
     """A file system may have made the file longer before it wrote the bytes."""
-    store, _ = stored(run(4).go(12).records)
+    store, _ = stored(Run(4).go(12).records)
     size = store.size
     store.append(tail)
     assert Audit(store).ok
@@ -92,59 +91,44 @@ def test_zeros_at_the_end_are_a_torn_tail(run: Any, tail: bytes) -> None:
     assert store.size == size
 
 
-async def damaged_run(run: Any, trainer: Any, folder: Path, *, before_last: bool) -> FileStore:
+async def damaged_run(folder: Path, *, before_last: bool) -> FileStore:
     """A run with checkpoints 0, 1 and 2, damaged before or behind the newest one."""
-    store = FileStore(folder)
-    journal = Journal(store)
-    history = run(2)
-    writer = trainer(store, lambda: journal.ledger)
-    await commit(journal, writer.write, 9)
-    while history.version < 2:
-        journal.append(history.step())
-        if isinstance(history.records[-1], Trained):
-            await commit(journal, writer.write, 9)
-    newest = journal.offset
-    for _ in range(5):
-        journal.append(history.step())
+    saga = Saga(2, FileStore(folder))
+    await saga.with_checkpoints(2, keep=9)
+    newest = saga.journal.offset
+    saga.go(5)
     content = bytearray((folder / "journal").read_bytes())
     content[newest - 300 if before_last else newest + 10] ^= 0x10
     (folder / "journal").write_bytes(content)
-    return store
+    return saga.store
 
 
 @pytest.mark.parametrize(("before_last", "reached"), [(True, 1), (False, 2)])
-async def test_what_the_error_advises_leads_back_into_the_run(
-    run: Any, trainer: Any, tmp_path: Path, before_last: bool, reached: int
-) -> None:
-    store = await damaged_run(run, trainer, tmp_path, before_last=before_last)
+async def test_what_the_error_advises_leads_back_into_the_run(tmp_path: Path, before_last: bool, reached: int) -> None:
+    store = await damaged_run(tmp_path, before_last=before_last)
     content = (tmp_path / "journal").read_bytes()
-    with pytest.raises(JournalError, match=f"goes on from step {reached}, in {store.path(str(reached))}") as refused:
+    with golden.raises(JournalError, match=f"step {reached}") as refused:
         plan_resume(store)
     assert (tmp_path / "journal").read_bytes() == content
     assert str(refused.value) in str(Audit(store))
     command = str(refused.value).split("`")[1]
-    assert command.startswith(f"cp {tmp_path / 'journal'} {tmp_path / 'journal.damaged'} && truncate -s ")
     assert await (await asyncio.create_subprocess_shell(command)).wait() == 0
     assert (tmp_path / "journal.damaged").read_bytes() == content
-    plan = plan_resume(store)
-    assert plan is not None
+    plan = planned(store)
     assert plan.version == reached
     assert resume(store, plan).ledger.incarnation == 1
     assert Audit(store).ok
     store.close()
 
 
-async def test_no_shortening_is_advised_that_leads_to_no_checkpoint(run: Any, trainer: Any, tmp_path: Path) -> None:
-    store = await damaged_run(run, trainer, tmp_path, before_last=True)
-    for version in "01":
-        store.remove(version)
-    with pytest.raises(JournalError, match="export` copies the model of step 2") as refused:
-        plan_resume(store)
-    assert "truncate" not in str(refused.value)
-    store.remove("2")
-    with pytest.raises(JournalError, match="start anew, with another --run-dir") as refused:
-        plan_resume(store)
-    assert "truncate" not in str(refused.value)
+async def test_no_shortening_is_advised_that_leads_to_no_checkpoint(tmp_path: Path) -> None:
+    store = await damaged_run(tmp_path, before_last=True)
+    for gone in ("01", "2"):
+        for version in gone:
+            store.remove(version)
+        with golden.raises(JournalError) as refused:
+            plan_resume(store)
+        assert "truncate" not in str(refused.value)
     store.close()
 
 
@@ -163,21 +147,11 @@ class CountingStore(MemoryStore):
         return super().contents()
 
 
-async def test_a_resume_and_an_audit_read_the_journal_once(run: Any, trainer: Any) -> None:
-    store = CountingStore()
-    journal = Journal(store)
-    history = run(2)
-    writer = trainer(store, lambda: journal.ledger)
-    await commit(journal, writer.write, 9)
-    for _ in range(3):
-        while not isinstance(history.step(), Drawn):
-            journal.append(history.records[-1])
-        journal.append(history.records[-1])
-        await commit(journal, writer.write, 9)
+async def test_a_resume_and_an_audit_read_the_journal_once() -> None:
+    saga = Saga(2, store := CountingStore())
+    await saga.with_checkpoints(3, keep=9)
     store.readings = 0
-    plan = plan_resume(store)
-    assert plan is not None
-    resume(store, plan)
+    resume(store, planned(store))
     assert store.readings == 1
     assert Audit(store).ok
     assert store.readings == 2
@@ -189,31 +163,20 @@ def test_the_audit_takes_as_many_operations_a_record_with_many_samples_in_flight
 
 
 def operations_of_an_audit(groups: int) -> float:
-    """Python calls for each of the last 500 records of a journal with this many groups of 4 in flight."""
+    """Instructions of Python for each of the last 500 records of a journal with this many groups of 4 in flight."""
     records: list[Record] = [Drawn(group, 0, 4) for group in range(groups)]
     records += [Generated(group % groups, 0, ((group // groups, 0, 0, 5),)) for group in range(min(500, 4 * groups))]
-    store, _ = stored(records)
-    without, _ = stored(records[:groups])
-    return (calls(lambda: Audit(store)) - calls(lambda: Audit(without))) / (len(records) - groups)
-
-
-def calls(work: Callable[[], object]) -> int:
-    made = 0
-
-    def count(*_: object) -> None:
-        nonlocal made
-        made += 1
-
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return made
+    made = []
+    for some in (records, records[:groups]):
+        store, _ = stored(some)
+        with counting() as count:
+            Audit(store)
+        made.append(count.instructions)
+    return (made[0] - made[1]) / (len(records) - groups)
 
 
 async def test_the_loop_turns_while_a_commit_waits_for_the_disk(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = asyncio.get_running_loop()
     made = list[str]()
@@ -232,20 +195,17 @@ async def test_the_loop_turns_while_a_commit_waits_for_the_disk(
 
         monkeypatch.setattr(module, name, call)
 
-    store = FileStore(tmp_path)
-    journal = Journal(store)
-    history = run(2)
+    saga = Saga(2, FileStore(tmp_path))
     for module, name in ((os, "fsync"), (os, "fdatasync"), (shutil, "rmtree")):
         until_the_loop_turned(module, name)
 
     async def write(directory: str) -> Checkpointed:
-        return Checkpointed(journal.ledger.version, journal.ledger.chain.hex(), {})
+        return saga.answer({})
 
-    for version in range(3):
-        while history.version < version:
-            journal.append(history.step())
-        await commit(journal, write, 1)
-    store.close()
+    for _ in range(3):
+        await commit(saga.journal, write, 1)
+        saga.train()
+    saga.store.close()
     assert {"fsync", "fdatasync", "rmtree"} <= set(made)
     assert stopped == []
 

@@ -41,12 +41,8 @@ def test_a_record_that_names_a_sample_twice_is_refused() -> None:
 def test_a_restored_sample_goes_on_as_it_was_and_the_others_begin_again() -> None:
     journal = waiting_for_training()
     journal.resume(1, journal.offset, restored=((0, (0,)),))
-    samples = journal.ledger.groups[0].samples
-    assert [(each.stage, each.attempt) for each in samples] == [
-        (Stage.READY, 0),
-        (Stage.RUNNING, 1),
-        (Stage.RUNNING, 1),
-    ]
+    states = [(each.stage, each.attempt) for each in journal.ledger.groups[0].samples]
+    assert states == [(Stage.READY, 0), (Stage.RUNNING, 1), (Stage.RUNNING, 1)]
     journal.append(Trained(1, ((0, (0,)),), (0.5,), chain(GENESIS, [(0, 0, 0)]).hex()))
     assert Scan(journal.store).replay().trained == 1
 
@@ -62,30 +58,30 @@ def test_after_a_resume_no_sample_moves_before_it_was_restarted_or_restored(reco
     ledger.apply(Dropped(0, (0,), "stale"))
 
 
+RESUMED = Resumed(1, 0, 0)
+WAITING = Restored(((0, (0,)),))
+
+
 @pytest.mark.parametrize(
-    ("before", "cuts", "why"),
+    ("records", "why"),
     [
-        ([], ((0, (1,)),), "it is scoring"),
-        ([], ((0, (0,)), (1, (0,))), "was never drawn"),
-        ([AttemptStarted(0, 1, (0,), "resumed")], ((0, (0,)),), "it is running"),
-        ([Restored(((0, (0,)),))], ((0, (0,)),), "it began again, or no run did"),
+        ([RESUMED, Restored(((0, (1,)),))], "it is scoring"),
+        ([RESUMED, Restored(((0, (0,)), (1, (0,))))], "was never drawn"),
+        ([RESUMED, AttemptStarted(0, 1, (0,), "resumed"), WAITING], "it is running"),
+        ([RESUMED, WAITING, WAITING], "it began again, or no run did"),
+        ([WAITING], "it began again, or no run did"),
     ],
 )
-def test_only_a_sample_that_waited_when_the_run_was_resumed_is_restored_and_once(
-    before: list[Any], cuts: Any, why: str
-) -> None:
+def test_only_a_sample_that_waited_when_the_run_was_resumed_is_restored_and_once(records: list[Any], why: str) -> None:
     ledger = waiting_for_training().ledger
-    ledger.apply(Resumed(1, 0, 0))
-    for record in before:
+    for record in records[:-1]:
         ledger.apply(record)
     with pytest.raises(IllegalTransition, match=why):
-        ledger.apply(Restored(cuts))
+        ledger.apply(records[-1])
 
 
-def test_nothing_is_restored_without_a_resume_or_with_tokens_of_a_lost_future() -> None:
+def test_no_sample_is_restored_with_tokens_of_a_lost_future() -> None:
     ledger = waiting_for_training().ledger
-    with pytest.raises(IllegalTransition, match="it began again, or no run did"):
-        ledger.apply(Restored(((0, (0,)),)))
     ledger.groups[0].samples[0].last = 1
     ledger.apply(Resumed(1, 0, 0))
     with pytest.raises(IllegalTransition, match="of version 1 cannot be restored at version 0"):

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.controller.journal.checkpoints import commit, newest_model, plan_resume
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.journal.run_copy import Head, MemoryObjects, Snapshot, download, upload
+from asyncrl.controller.journal.run_copy import Head, Snapshot, download, upload
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.protocols.messages import Checkpointed
+from tests.memory_objects import MemoryObjects
 from tests.unit.engines.training.test_trainer_checkpoint import SETTINGS, train
 
 EXTRA = {"version": 0, "chain": "", "incarnation": 1}

@@ -4,8 +4,6 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import pytest
-
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Cut, GroupState, Pick, SampleState, Stage
@@ -116,11 +114,12 @@ class World:
     def decode(self) -> bool:
         running = self.at(Stage.RUNNING)
         for fact in sorted(running, key=lambda fact: fact.group, reverse=self.newest_first)[: self.config.slots]:
-            if fact.first is None and self.engine < self.gate.not_before(fact.group):
-                continue
-            fact.first = self.engine if fact.first is None else fact.first
+            if fact.first is None:
+                if self.engine < self.gate.not_before(fact.group):
+                    continue
+                fact.first = self.engine
             fact.last = self.engine
-            fact.left = fact.left - 1
+            fact.left -= 1
             if fact.left == 0:
                 fact.stage = Stage.SCORING
                 assert self.gate.generated(fact.group, fact.member, fact.attempt, fact.first, fact.last, 1)
@@ -178,23 +177,25 @@ class World:
 
     def fail(self) -> None:
         """A worker dies: what it held of a group begins again."""
-        held = self.at(*OPEN, Stage.READY)
-        if held:
-            group = self.rng.choice(held).group
-            members = [f for f in held if f.group == group and self.rng.random() < 0.7]
-            attempt = self.attempts[group] = self.gate.restart(group, [f.member for f in members])
-            for fact in members:
+        if group_and_facts := self.some_of_a_group():
+            group, facts = group_and_facts
+            attempt = self.attempts[group] = self.gate.restart(group, [fact.member for fact in facts])
+            for fact in facts:
                 self.begin(fact, attempt)
 
     def poison(self) -> None:
         """What is left of a group is given up; rewards that were known go with it."""
-        held = self.at(*OPEN, Stage.READY)
-        if held:
-            group = self.rng.choice(held).group
-            facts = [fact for fact in held if fact.group == group and self.rng.random() < 0.7]
+        if group_and_facts := self.some_of_a_group():
+            group, facts = group_and_facts
             if facts:
                 self.gate.drop(group, [fact.member for fact in facts], "poison")
             self.put(facts, Stage.DROPPED, "poison")
+
+    def some_of_a_group(self) -> tuple[int, list[Fact]] | None:
+        if not (held := self.at(*OPEN, Stage.READY)):
+            return None
+        group = self.rng.choice(held).group
+        return group, [fact for fact in held if fact.group == group and self.rng.random() < 0.7]
 
     def resume(self) -> None:
         """Trainer and controller die between two iterations. READY samples may be kept; the others begin again."""
@@ -357,8 +358,3 @@ class World:
         assert set(self.gate.groups()) == open_groups, "a finished group leaves memory, another stays"
         assert not any(self.gate.finished(group) for group in sorted(open_groups))
         self.flying = {key: fact for key, fact in self.flying.items() if fact.group in open_groups}
-
-
-@pytest.fixture(scope="session")
-def world() -> type[World]:
-    return World
