@@ -131,7 +131,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 FOR_TESTS = {
     "asyncrl.rewards.text_readers",  # the table of SECURITY.md
-    "asyncrl.simulation.simulated_run",
 }
 """Modules that only tests and documents read."""
 

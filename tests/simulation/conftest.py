@@ -5,7 +5,7 @@ import pytest
 
 from asyncrl.simulation.fakes.generation import constant, lognormal, stragglers
 from asyncrl.simulation.fakes.training import StepCost
-from asyncrl.simulation.simulated_run import FaultRates, Scenario
+from tests.simulation.simulated_run import FaultRates, Scenario
 
 
 def _faults(chance: random.Random) -> FaultRates:

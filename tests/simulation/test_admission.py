@@ -16,7 +16,7 @@ from asyncrl.controller.gate.admission import Admission
 from asyncrl.simulation.fakes.fake_service import Pace
 from asyncrl.simulation.fakes.generation import Lengths, constant, lognormal, stragglers
 from asyncrl.simulation.fakes.training import StepCost
-from asyncrl.simulation.simulated_run import Scenario, SimulationResult, simulate
+from tests.simulation.simulated_run import Scenario, SimulationResult, simulate
 
 BASE = Scenario(groups=4, members=4, cut_at=2, slots=32, thorough=False, checkpoint_every=1000)
 LENGTHS: Mapping[str, Lengths] = {

@@ -17,7 +17,6 @@ from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AsyncrlError
-from asyncrl.simulation.simulated_run import Scenario, simulate
 from tests.simulation.broken_tracker import (
     a_drop_is_not_journaled,
     all_that_was_sent_counts_as_trained,
@@ -25,6 +24,7 @@ from tests.simulation.broken_tracker import (
     the_chain_holds_all_that_was_given,
     trained_is_told_before_it_is_written_down,
 )
+from tests.simulation.simulated_run import Scenario, simulate
 
 SEEDS = 500
 Patch = pytest.MonkeyPatch

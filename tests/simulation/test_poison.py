@@ -9,7 +9,7 @@ from asyncrl.simulation.fakes.generation import Lengths, lognormal, stragglers
 from asyncrl.simulation.fakes.training import StepCost
 from asyncrl.simulation.faults.trial_execution import run_trial
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_trial
-from asyncrl.simulation.simulated_run import FaultRates, Scenario, simulate
+from tests.simulation.simulated_run import FaultRates, Scenario, simulate
 
 
 @pytest.mark.parametrize("generators", [1, 2])

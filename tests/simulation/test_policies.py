@@ -14,7 +14,7 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import OPEN, GroupState
 from asyncrl.simulation.fakes.generation import stragglers
 from asyncrl.simulation.fakes.training import StepCost
-from asyncrl.simulation.simulated_run import Scenario, simulate
+from tests.simulation.simulated_run import Scenario, simulate
 
 STEPS = 20
 SEEDS = 5

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.protocols.staleness import Policy
-from asyncrl.simulation.simulated_run import FaultRates, Scenario, SimulationResult, simulate
+from tests.simulation.simulated_run import FaultRates, Scenario, SimulationResult, simulate
 
 FAULTS = FaultRates(generation=150.0, reward=90.0, reference=120.0, row=40.0, controller=200.0, power=0.5)
 SHAPE = {"groups": 3, "members": 3, "slots": 18, "limit": 2, "steps": 12, "greedy": True}

@@ -16,7 +16,7 @@ from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.errors import ArenaFull, AsyncrlError, PeerLost, RemoteError
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.simulation.fakes.generation import FakeGeneration
-from asyncrl.simulation.simulated_run import FaultRates, Scenario, simulate
+from tests.simulation.simulated_run import FaultRates, Scenario, simulate
 
 SEEDS = 60
 Patch = pytest.MonkeyPatch

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.protocols.staleness import Policy
-from asyncrl.simulation.simulated_run import FaultRates, Scenario, simulate
 from tests.named_seed import named_seed
+from tests.simulation.simulated_run import FaultRates, Scenario, simulate
 
 SEEDS = 100
 Draw = Callable[[int], Scenario]
@@ -48,7 +48,7 @@ def test_another_seed_gives_another_history() -> None:
 
 def test_the_history_is_the_same_in_another_process() -> None:
     code = (
-        "from asyncrl.simulation.simulated_run import *; from asyncrl.simulation.simulated_run import *; "
+        "from tests.simulation.simulated_run import *; from tests.simulation.simulated_run import *; "
         "print(simulate(Scenario(steps=3, seed=7, faults=FaultRates(generation=20, reward=20))).digest)"
     )
     python = [sys.executable, "-c", code]
