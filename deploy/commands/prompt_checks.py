@@ -58,6 +58,8 @@ def _source_checks(
     try:
         for note in refuse({key: prompts}):
             yield Check("rewards", "note", note)
+    except ConfigError:
+        return  # Those of the config have said it.
     except TaskError as error:
         yield Check("prompts", "bad", str(error))
 

@@ -203,8 +203,6 @@ def _load(request: RunCommand, more: Sequence[str] = ()) -> "Loaded":
     loaded = replace(loaded, config=with_kept_secrets(loaded.config, request.run_dir))
     if isinstance(request.target, Path):
         _refuse_python_objects(request.target.parent, loaded.config)
-    if not loaded.config.is_scored:
-        raise ConfigError("reward.functions is empty: name at least one function, for instance FILE.py:reward")
     return loaded
 
 

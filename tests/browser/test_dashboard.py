@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -19,11 +18,8 @@ from asyncrl.fleet.launching.run_access import open_commands
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.protocols.messages import Call
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus, write_status
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "deploy" / "report"))
-from chromium import PROGRAM, Tab, browser_tab
-from recorded_runs import SAMPLE, recorded_run, step
+from tests.browser.chromium import PROGRAM, Tab, browser_tab
+from tests.unit.deploy.report.recorded_runs import SAMPLE, recorded_run, step
 
 pytestmark = pytest.mark.skipif(not PROGRAM, reason="Chromium is not installed: apt-get install chromium")
 

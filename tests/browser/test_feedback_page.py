@@ -1,7 +1,6 @@
 """The page of live feedback in a real browser: keys rate, what a model wrote stays text, nothing else is loaded."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -13,9 +12,7 @@ from asyncrl.lanes.http_server import HttpServer
 from asyncrl.rewards.feedback.pairs import RatableAnswer
 from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatingsFile
 from asyncrl.rewards.feedback.web import FeedbackWeb
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chromium import PROGRAM, Tab, browser_tab
+from tests.browser.chromium import PROGRAM, Tab, browser_tab
 
 pytestmark = pytest.mark.skipif(not PROGRAM, reason="Chromium is not installed: apt-get install chromium")
 

@@ -1,6 +1,5 @@
 """The report of a run in a real browser: charts are drawn on a light and a dark page, and nothing else is loaded."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +7,9 @@ import pytest
 
 from asyncrl.deploy.report.report_page import write_report
 from asyncrl.deploy.report.run_record import read_run
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "deploy" / "report"))
-from chromium import PROGRAM, browser_tab
-from recorded_runs import SAMPLE, recorded_run, step
-from test_worker_trace import TracedFleet, train
+from tests.browser.chromium import PROGRAM, browser_tab
+from tests.unit.deploy.report.recorded_runs import SAMPLE, recorded_run, step
+from tests.unit.deploy.report.test_worker_trace import TracedFleet, train
 
 pytestmark = pytest.mark.skipif(not PROGRAM, reason="Chromium is not installed: apt-get install chromium")
 

@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 
-from asyncrl.config.install_hints import program
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError, FleetFailed, Interrupted, JournalError, RewardError, TaskError
 
@@ -48,15 +47,6 @@ def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixt
 def test_no_command_at_all_is_a_mistake_answered_with_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "usage: asyncrl COMMAND" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [("rnu", f"did you mean `{program()} run`?"), ("audti", f"{program()} audit"), ("xyz", "there are run")],
-)
-def test_a_mistyped_command_names_the_closest(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([typed]) == 2
-    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

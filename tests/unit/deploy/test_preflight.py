@@ -13,10 +13,7 @@ from asyncrl.children.containment import Containment, WithoutNetwork
 from asyncrl.config.named_files import source_files
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
-from asyncrl.config.toml_writer import dump
-from asyncrl.deploy import cli
 from asyncrl.deploy import preflight as preflight_module
-from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands import doctor
 from asyncrl.deploy.preflight import (
     callback_problems,
@@ -34,6 +31,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.tasks import source_problems
 from asyncrl.telemetry.display import open_display
+from tests import golden
 from tests.unit.letter_model import write_letter_model
 
 PACKAGED = Path("pypi:smollm2")
@@ -72,26 +70,6 @@ async def test_a_run_is_refused_with_all_problems_at_once(tmp_path: Path, monkey
     for part in ("of memory are available", "did you mean exact_match?", "gone.py", "there is no file nowhere.jsonl"):
         assert part in text
     assert not (tmp_path / "run").exists()
-
-
-def test_doctor_prints_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "machine_checks", list)
-    monkeypatch.setattr(doctor, "fork_check", lambda: Check("forked workers", "ok", ""))
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        '[model]\nname = "warmed:reverse"\n[task]\nprompts = "nowhere.jsonl"\n'
-        '[algorithm]\npreset = "gspo"\ndual_clip = 3\n'
-    )
-    assert cli.main(["doctor", str(path), "--reward.functions", "exact_mach"]) == 1
-    printed = capsys.readouterr().out
-    chosen = config(algorithm={"preset": "gspo", "dual_clip": 3}, reward={"functions": ["exact_mach"]})
-    problems = list(preflight(chosen))
-    assert [problem.is_warning for problem in problems] == [True, False, False]
-    assert all(problem.text in printed for problem in problems if problem.key != "task.prompts")
-    assert f"{path}:4: task.prompts: there is no file {tmp_path / 'nowhere.jsonl'}" in printed
-    assert f"note  config              {path}:7: {UNREAD}" in printed
 
 
 def test_sources_of_prompts_are_problems_with_their_key_and_place(tmp_path: Path) -> None:
@@ -146,23 +124,6 @@ def test_an_address_of_metrics_that_is_taken_or_has_no_token_is_known_before_a_s
     assert [len(each) for each in found] == [1, 1, 0]
     assert f"telemetry.prometheus: {taken} cannot be listened at" in found[0][0]
     assert "telemetry.prometheus_token: " in found[1][0]
-
-
-def test_an_old_name_of_a_task_in_a_run_directory_is_named_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen = config(task={"prompts": "asyncrl.tasks.reverse:training"}, reward={"functions": ["exact_match"]})
-    text = dump(chosen)
-    (tmp_path / "config.toml").write_text(text)
-    (tmp_path / "journal").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    assert cli.main(["run", "--run-dir", str(tmp_path)]) == cli.MISTAKE
-    shown = capsys.readouterr()
-    line = text.splitlines().index('prompts = "asyncrl.tasks.reverse:training"') + 1
-    assert f"config.toml:{line}: task.prompts: there is no module asyncrl.tasks.reverse" in shown.err
-    assert "write asyncrl.tasks.builtin.reverse" in shown.err
-    assert shown.out == ""
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_run_that_takes_more_than_there_is_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,14 +232,11 @@ def test_code_of_the_user_is_what_is_no_part_of_asyncrl(
     assert code_of_user(contained([function], environment)) == found
 
 
-def test_code_that_the_caller_serves_and_unknown_functions_are_no_childrens() -> None:
-    assert code_of_user(contained([MINE]), served=["reward"]) == []
-    assert code_of_user(contained([])) == []
-
-
-def test_code_that_runs_on_hosts_that_join_is_contained_there() -> None:
+def test_code_that_is_served_or_runs_elsewhere_is_no_childrens() -> None:
     found = contained([MINE], {"use": "mine.py:Game"})
     assert sorted(code_of_user(found)) == ["mine.py:Game", MINE]
+    assert code_of_user(found, served=["reward"]) == ["mine.py:Game"]
+    assert code_of_user(contained([])) == []
     for joined, here in (("reward", ["mine.py:Game"]), ("environment", [MINE])):
         fleet = found.fleet.model_copy(update={"joined": {joined: 1}})
         assert code_of_user(found.model_copy(update={"fleet": fleet})) == here
@@ -290,10 +248,7 @@ def test_without_bubblewrap_a_run_with_code_of_the_user_is_refused_and_others_st
     monkeypatch.setenv("PATH", str(tmp_path))
     (problem,) = containment_problems(contained([MINE]))
     assert problem.key == "children.sandbox"
-    assert problem.text == (
-        "bubblewrap is not installed, which contains your reward functions and environments; install it with "
-        '`apt-get install bubblewrap`, or write sandbox = "none" in the section [children], which contains nothing'
-    )
+    golden.says(problem)
     assert list(containment_problems(contained(["exact_match"]))) == []
     assert list(containment_problems(contained([MINE], sandbox="none"))) == []
 
@@ -325,10 +280,9 @@ def test_agents_without_the_network_are_tried_in_both_layers(
 
 
 def test_doctor_says_what_contains_code() -> None:
-    (said,) = doctor._containment_checks(contained([MINE]))
-    assert str(said) == f"ok    your code           bubblewrap contains {MINE}"
-    (free,) = doctor._containment_checks(contained([MINE], sandbox="none"))
-    assert str(free).startswith(f"note  your code           nothing contains {MINE}\n")
+    for sandbox in ("bubblewrap", "none"):
+        (said,) = doctor._containment_checks(contained([MINE], sandbox=sandbox))
+        golden.says(said, MINE)
     assert list(doctor._containment_checks(contained(["exact_match"]))) == []
 
 
@@ -361,11 +315,8 @@ def test_the_function_of_a_file_is_called_and_the_file_belongs_to_the_run(tmp_pa
     assert step_callback(Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}})) is None
 
 
-def test_mistakes_are_told(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(SOURCE)
-    (problem,) = callback_problems(called(file, "good_enouhg"))
-    assert "did you mean good_enough?" in str(problem)
-    for name in ("waits", "number"):
-        with pytest.raises(ConfigError, match=rf"^telemetry.on_step: .*:{name}: write a plain function"):
-            step_callback(called(file, name))
+@pytest.mark.parametrize("name", ["waits", "number"])
+def test_what_cannot_be_called_is_told(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    with golden.raises(ConfigError, match=f":{name}: "):
+        step_callback(called(tmp_path / "mine.py", name))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import asyncrl.deploy.standalone_evaluation as module
-from asyncrl.api import Run, _functions, _reward_here, train
+from asyncrl.api import Run, _reward_here
 from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.sections.training_config import LayoutConfig
 from asyncrl.config.toml_writer import dump
@@ -19,6 +19,7 @@ from asyncrl.controller.observers.evaluation import EpisodesEvaluation, Evaluati
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec
+from tests import golden
 from tests.hub import FIRST, SECOND
 
 ROWS = [{"prompt": "reverse abo:", "answer": "oba"}]
@@ -71,6 +72,13 @@ def run_of(path: Path, config: Config, services: Any = None) -> Run:
     return Run(path, config, services or {})
 
 
+def write_judge(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    save_file({"score.weight": torch.zeros(1, 1)}, folder / "model.safetensors")
+
+
 def test_a_reward_of_this_process_is_served_here_again(started: list[Any], tmp_path: Path) -> None:
     services = _reward_here([lambda sample: 1.0], RewardConfig(), lambda line: None)
     with pytest.raises(Started):
@@ -78,19 +86,10 @@ def test_a_reward_of_this_process_is_served_here_again(started: list[Any], tmp_p
     assert started[1] is services["reward"]
 
 
-def test_a_reward_with_a_name_gets_a_worker(started: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(Started):
-        run_of(tmp_path / "run", config("exact_match")).evaluate(ROWS)
-    assert started[1].implementation == "asyncrl.services.reward:RewardService"
-
-
 def test_a_reward_model_is_served_with_its_folder_or_refused(started: list[Any], tmp_path: Path) -> None:
     folder = tmp_path / "judge"
     judged = config()
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "tokenizer.json").write_text("{}")
-    save_file({"score.weight": torch.zeros(1, 1)}, folder / "model.safetensors")
+    write_judge(folder)
     judged = judged.model_copy(update={"reward": judged.reward.model_copy(update={"model": str(folder)})})
     with pytest.raises(Started):
         run_of(tmp_path / "run", judged).evaluate(ROWS)
@@ -122,11 +121,7 @@ def test_a_model_that_scores_is_that_of_the_commit_which_the_run_has_noted(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     repository = tmp_path / "hub" / "models--owner--judge"
     for commit in (FIRST, SECOND):
-        folder = repository / "snapshots" / commit
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-        (folder / "tokenizer.json").write_text("{}")
-        save_file({"score.weight": torch.zeros(1, 1)}, folder / "model.safetensors")
+        write_judge(repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(SECOND)
     values = config("exact_match").model_dump() | {"algorithm": {"preset": "safe_rlhf"}}
@@ -144,19 +139,13 @@ def test_a_model_that_scores_is_that_of_the_commit_which_the_run_has_noted(
     assert noted is None or json.loads((tmp_path / "run" / "hub.json").read_text()) == noted
 
 
-def test_costs_get_a_worker_of_their_own(started: list[Any], tmp_path: Path) -> None:
-    costly = Config.model_validate(
-        {
-            **config("exact_match").model_dump(),
-            "algorithm": {"preset": "safe_rlhf"},
-            "cost": {"functions": [{"use": "length", "options": {"maximum": 8, "slack": 4}}], "limit": 0.5},
-        }
-    )
+def test_rewards_and_costs_with_names_get_workers_of_their_own(started: list[Any], tmp_path: Path) -> None:
+    costs = {"functions": [{"use": "length", "options": {"maximum": 8, "slack": 4}}], "limit": 0.5}
+    named = config("exact_match").model_dump() | {"algorithm": {"preset": "safe_rlhf"}, "cost": costs}
     with pytest.raises(Started):
-        run_of(tmp_path / "run", costly).evaluate(ROWS)
-    _, reward, cost, _ = started
-    assert (reward.name, cost.name) == ("reward", "cost")
-    assert cost.implementation == "asyncrl.services.reward:RewardService"
+        run_of(tmp_path / "run", Config.model_validate(named)).evaluate(ROWS)
+    services = {"reward": "asyncrl.services.reward:RewardService", "cost": "asyncrl.services.reward:RewardService"}
+    assert {each.name: each.implementation for each in started[1:-1]} == services
 
 
 def test_without_held_out_prompts_python_is_told_what_to_write(tmp_path: Path) -> None:
@@ -168,11 +157,9 @@ def test_rewards_that_only_the_trainer_had(
     started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_of(tmp_path / "run", config())
-    assert cli.main(["evaluate", str(tmp_path / "run")]) == 2
-    assert "evaluate there, with `run.evaluate()`" in capsys.readouterr().err
-    assert cli.main(["run", "--run-dir", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert "was started from Python with a reward function that no other process can import and prompts" in said
+    for command in (["evaluate"], ["run", "--run-dir"]):
+        assert cli.main([*command, str(tmp_path / "run")]) == 2
+        golden.says(capsys.readouterr().err)
     assert started == []
 
 
@@ -201,20 +188,12 @@ def test_a_folder_that_was_exported_is_evaluated_as_its_version(
 
     monkeypatch.setattr(module, "evaluate_model", evaluate_model)
     monkeypatch.setattr(module, "prepare", prepare)
-    told = []
-    for content in ("", '{"model": "policy", "version": 12}', '{"version": "x"}'):
+    for content, status in (("", 0), ('{"model": "policy", "version": 12}', 0), ('{"version": "x"}', 2)):
         if content:
             (tmp_path / "asyncrl_export.json").write_text(content)
-        status = cli.main(["evaluate", str(tmp_path), "--task", "quickstart"])
-        told.append((status, *capsys.readouterr()))
-    assert [(status, "over 8 prompts, version" in said) for status, said, _ in told] == [
-        (0, True),
-        (0, True),
-        (2, False),
-    ]
-    assert "version 0," in told[0][1]
-    assert "version 12," in told[1][1]
-    assert "asyncrl_export.json is damaged: write the folder once more" in told[2][2]
+        assert cli.main(["evaluate", str(tmp_path), "--task", "quickstart"]) == status
+        shown = capsys.readouterr()
+        golden.says(shown.out + shown.err)
 
 
 def test_an_exported_policy_that_acts_is_evaluated_as_its_version(
@@ -227,20 +206,6 @@ def test_an_exported_policy_that_acts_is_evaluated_as_its_version(
     (tmp_path / "asyncrl_export.json").write_text('{"model": "policy", "version": 12}')
     assert cli.main(["evaluate", str(tmp_path), "--task", "cartpole"]) == 0
     assert "version 12" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("reward", [None, 3, [], [None], {"function": "exact_match"}])
-def test_what_is_no_reward_is_refused(reward: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^reward: write a function of a Sample"):
-        _functions(reward)
-
-
-def test_prompts_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    nothing: Any = None
-    with pytest.raises(ConfigError, match=r"^prompts: write a form of task\.prompts, .* not None$"):
-        train(model="m", prompts=nothing, reward="exact_match")
-    assert list(tmp_path.iterdir()) == []
 
 
 def with_sets(tmp_path: Path) -> Config:
@@ -276,8 +241,3 @@ def test_all_prompts_of_a_given_file_are_evaluated(tmp_path: Path, capsys: pytes
     assert "evaluate.prompts: there is no file" in capsys.readouterr().err
     assert cli.main(["evaluate", str(path), "--prompts", str(tmp_path / "many.jsonl"), "--set", "hard"]) == 2
     assert "name no set beside them" in capsys.readouterr().err
-
-
-def test_only_a_run_has_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["evaluate", "warmed:reverse", "--task", "quickstart", "--step", "4"]) == 2
-    assert "leave out --step" in capsys.readouterr().err

@@ -37,17 +37,18 @@ def config(**sections: Any) -> Config:
     return Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, **sections})
 
 
-def need(name: str, **sections: Any) -> int:
-    (found,) = (each.bytes for each in needs(config(**sections), SMOLLM2) if each.name == name)
+def need_of(wanted: Config, name: str) -> MemoryNeed:
+    (found,) = (each for each in needs(wanted, SMOLLM2) if each.name == name)
     return found
 
 
-def test_parameters_are_those_of_the_real_model() -> None:
-    # SmolLM2-135M has 134,515,008 parameters.
-    assert SMOLLM2.parameters == 134_515_008
+def need(name: str, **sections: Any) -> int:
+    return need_of(config(**sections), name).bytes
 
 
 def test_a_model_folder_tells_its_shape(tmp_path: Path) -> None:
+    """SmolLM2-135M has 134,515,008 parameters."""
+    assert SMOLLM2.parameters == 134_515_008
     described = {
         "vocab_size": 49152,
         "hidden_size": 576,
@@ -100,22 +101,15 @@ def test_ranks_of_frozen_models_hold_their_parts_and_gather_without_gradients() 
     assert {"reference0.0", "reference0.1", "reference1.0", "reference1.1", "reward0.0", "reward0.1"} <= set(names)
 
 
-def need_of(wanted: Config, name: str) -> MemoryNeed:
-    return next(each for each in needs(wanted, SMOLLM2) if each.name == name)
-
-
 def test_pipeline_stages_hold_some_of_the_layers_and_buffers_for_what_they_pass_on() -> None:
     """The embedding is the head too: both ends have it. The parts are those of the largest stage, here the first."""
     layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536) + 2 * 576
     sections = {"training": {"layout": {"pp": 2}, "micro_batch_tokens": 4096}}
-    (whole, found) = (
-        next(each for each in needs(config(**chosen), SMOLLM2) if each.name == "training")
-        for chosen in ({"training": {"micro_batch_tokens": 4096}}, sections)
-    )
+    whole = need_of(config(training={"micro_batch_tokens": 4096}), "training")
+    found = need_of(config(**sections), "training")
     assert found.parts["weights"] == 4 * (49152 * 576 + 15 * layer)
     assert found.least == whole.least + 16 * 49152 * 576
-    (tokens,) = {found.parts["buffers of stages"] // (4 * 576)}
-    assert tokens % 4096 == 0
+    assert found.parts["buffers of stages"] // (4 * 576) % 4096 == 0
     assert SMOLLM2.stage(0, 4).layers + SMOLLM2.stage(3, 4).layers == 8 + 7
 
 
@@ -157,7 +151,7 @@ def test_ranks_share_out_experts_and_hold_all_other_weights() -> None:
 
 def _training_parts(shard: int, tp: int = 1, sp: int = 1, **training: int) -> dict[str, int]:
     wanted = config(training={"layout": {"shard": shard, "tp": tp, "sp": sp}, **training})
-    return next(dict(each.parts) for each in needs(wanted, SMOLLM2) if each.name == "training")
+    return dict(need_of(wanted, "training").parts)
 
 
 def test_needs_grow_with_what_causes_them() -> None:
@@ -210,8 +204,7 @@ def test_models_that_judge_are_counted(tmp_path: Path) -> None:
 
 def test_the_cache_takes_what_is_used_and_on_a_device_all_of_it_at_once() -> None:
     def need(**generation: Any) -> MemoryNeed:
-        chosen = config(generation={"slots": 10, **generation})
-        return next(each for each in needs(chosen, SMOLLM2) if each.name == "generation")
+        return need_of(config(generation={"slots": 10, **generation}), "generation")
 
     sampled = 10 * 64 * BYTES_PER_SAMPLED
     weights = SMOLLM2.parameters * 4 + sampled
@@ -231,7 +224,7 @@ def test_vllm_makes_its_cache_at_the_start() -> None:
 
     def need(layout_tp: int = 1, **options: int) -> MemoryNeed:
         chosen = config(generation={"slots": 10, "engine": "vllm", "layout_tp": layout_tp, "vllm": options})
-        return next(each for each in needs(chosen, SMOLLM2) if each.name == "generation")
+        return need_of(chosen, "generation")
 
     weights = SMOLLM2.parameters * 4
     cache = (12 * 5 + 1) * 128 * SMOLLM2.cache_bytes_per_token
@@ -280,14 +273,13 @@ def test_what_is_not_sampled_takes_no_memory_however_long_a_token_may_be() -> No
     "sections",
     [
         {},
-        {"generation": {"replicas": 4, "max_new_tokens": 1024}, "algorithm": {"kl": 0.1}},
         {
-            "generation": {"max_new_tokens": 300},
+            "generation": {"replicas": 2, "max_new_tokens": 300},
             "algorithm": {"preset": "ppo", "kl": 0.05},
             "reference": {"replicas": 2},
         },
         {
-            "generation": {"max_new_tokens": 1024},
+            "generation": {"max_new_tokens": 400},
             "algorithm": {"preset": "ppo"},
             "reward": {"functions": [{"use": "mine.py:by_token", "by_token": True}]},
         },

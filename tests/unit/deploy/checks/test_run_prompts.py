@@ -27,6 +27,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import load_prompts
 from asyncrl.tasks.curriculum import CurriculumDraw
 from asyncrl.tasks.turn_template import turn_problems
+from tests import golden
 
 ROWS = [{"prompt": "x" * length} for length in (3, 30, 5, 9)]
 
@@ -174,10 +175,6 @@ LOST = [
     {"prompt": "drei und zwei?", "answer": "fünf"},
     {"prompt": [{"role": "user", "content": "größer\nals 4?"}], "answer": 5},
 ]
-SAID = (
-    'task.prompts: the tokenizer of the model has no token for "\\n", "ß", "ö", "ü", and the model reads texts without '
-    "them, first in the rows given as prompts, row 1: write"
-)
 
 
 @pytest.fixture
@@ -187,17 +184,12 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def test_characters_without_a_token_are_named_with_the_first_row(tiny: Path) -> None:
-    (said,) = lost_characters(tiny, {"task.prompts": load_prompts(LOST)})
-    assert said.startswith(SAID)
+    many = [{"prompt": "".join(map(chr, range(0x4E00, 0x4E20)))}]
+    for rows in (LOST, many):
+        (said,) = lost_characters(tiny, {"task.prompts": load_prompts(rows)})
+        golden.says(said)
     build_tokenizer(tuple("\nößü")).save_pretrained(tiny)
     assert list(lost_characters(tiny, {"task.prompts": load_prompts(LOST)})) == []
-
-
-def test_many_characters_are_counted(tiny: Path) -> None:
-    rows = [{"prompt": "".join(map(chr, range(0x4E00, 0x4E20)))}]
-    (said,) = lost_characters(tiny, {"evaluate.prompts": load_prompts(rows)})
-    assert '"一", "丁"' in said
-    assert "and 12 others" in said
 
 
 def test_a_tokenizer_of_bytes_loses_nothing(tmp_path: Path) -> None:
@@ -209,15 +201,8 @@ def test_a_tokenizer_of_bytes_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_says_what_is_lost_and_that_a_tiny_model_has_no_roles(tiny: Path) -> None:
-    task = {"prompts": "r.jsonl", "system": "Antworte."}
-    config = Config.model_validate({"model": {"name": "warmed:reverse"}, "task": task})
+    settings = config(model={"name": "warmed:reverse"}, task={"system": "Antworte."})
     said = list[str]()
     sets = PromptSets(load_prompts(LOST, system="Antworte."), {})
-    questions_of(config, sets, tiny, tiny / "longest", {}, said.append)
-    assert said[0].startswith(f"warning: {SAID}")
-    assert said[1].startswith("a model of warmed: knows no roles of a chat")
-
-
-def test_a_system_message_is_set_apart_from_the_prompt(tiny: Path) -> None:
-    messages = [{"role": "system", "content": "Antworte."}, {"role": "user", "content": "drei?"}]
-    assert build_tokenizer(()).apply_chat_template(messages, tokenize=False) == "Antworte. drei?"
+    questions_of(settings, sets, tiny, tiny / "longest", {}, said.append)
+    golden.says("\n".join(said))

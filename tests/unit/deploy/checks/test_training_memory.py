@@ -128,7 +128,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("wide", "deep", "many heads")
+"""Cases whose numbers others have too, in other sums."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.long] if each in LONG else []) for each in CASES]
+)
 def test_the_trainer_takes_what_is_predicted(case: str, make_folder: Callable[..., Path]) -> None:
     torch.manual_seed(0)
     changes, sections = CASES[case]

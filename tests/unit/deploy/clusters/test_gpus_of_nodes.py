@@ -83,7 +83,6 @@ def config_of(command: Sequence[str], listen: str) -> Config:
     [
         (8, 8, {"TRAIN_NODES": "2"}, (2, 16), (6, 48)),
         (3, 4, {}, (1, 4), (2, 8)),
-        (2, 1, {}, (1, 1), (1, 1)),
         (2, 8, {"LAYOUT": "{tp = 2, dp = 4}"}, (1, 8), (1, 8)),
         (5, 2, {"TRAIN_NODES": "3", "GPUS": "2"}, (3, 6), (2, 4)),
     ],
@@ -175,9 +174,7 @@ def _interpolated(text: str, variables: Mapping[str, str]) -> str:
 @pytest.mark.parametrize(
     ("gpus", "variables", "train", "generate"),
     [
-        (8, {}, 1, 7),
         (8, {"TRAINING": "4"}, 4, 4),
-        (2, {}, 1, 1),
         (4, {"TRAINING": "2", "GENERATION": "1"}, 2, 1),
         (1, {}, 1, 1),
         (16, {"REFERENCE": "1", "TRAINING": "8", "FLAGS": "--algorithm.kl 0.1"}, 8, 8),

@@ -94,13 +94,6 @@ def test_without_ray_the_command_that_installs_it_is_named(
     assert "[ray]" in said
 
 
-def test_another_cluster_than_one_of_ray_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "quickstart", "--on", "slurm"]) == 2
-    assert "--on: there is no 'slurm'; write --on ray" in capsys.readouterr().err
-    assert cli.main(["run", "quickstart", "--address", "10.0.0.1:6379"]) == 2
-    assert "--address is that of a Ray cluster: write --on ray too" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("address", "why"),
     [

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncrl.config.schema import Config
-from asyncrl.config.toml_writer import dump
-from asyncrl.controller.journal.checkpoints import commit
-from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.deploy import cli
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.protocols.messages import Checkpointed
+from tests.unit.deploy.commands.committed_run import committed_run
 from tests.unit.engines.generation.conftest import model_folder as model_folder
 
 
@@ -28,8 +23,6 @@ def base(model_folder: Callable[[str], Path], tmp_path: Path) -> Path:
 @pytest.fixture
 async def run_dir(base: Path, tmp_path: Path) -> Path:
     """A run whose trainer saved one checkpoint."""
-    path = tmp_path / "run"
-    path.mkdir()
     sections = {
         "model": {"name": str(base), "lora": {"rank": 2}},
         "task": {"prompts": "asyncrl.tasks.builtin.reverse:training", "max_prompt_tokens": 8},
@@ -37,16 +30,7 @@ async def run_dir(base: Path, tmp_path: Path) -> Path:
         "reward": {"functions": ["exact_match"]},
     }
     config = Config.model_validate(sections)
-    (path / "config.toml").write_text(dump(config))
-    trainer = PolicyTrainer(config, base)
-    with closing(FileStore(path)) as store:
-        journal = Journal(store)
-
-        async def write(directory: str) -> Checkpointed:
-            return Checkpointed(0, journal.ledger.chain.hex(), trainer.save(Path(directory), {}))
-
-        await commit(journal, write, keep=1)
-    return path
+    return await committed_run(tmp_path / "run", config, lambda folder: PolicyTrainer(config, base).save(folder, {}))
 
 
 def change(base: Path) -> None:

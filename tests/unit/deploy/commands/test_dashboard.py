@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +13,7 @@ from asyncrl.deploy.cli import main
 from asyncrl.deploy.commands import dashboard
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.telemetry.run_status import RunStatus, write_status
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-from recorded_runs import SAMPLE, recorded_run, step
+from tests.unit.deploy.report.recorded_runs import SAMPLE, recorded_run, step
 
 
 @pytest.fixture
@@ -45,23 +42,6 @@ async def test_the_printed_address_has_the_token_and_nothing_else_prints_it(
     await asyncio.wait([serving])
     said = capsys.readouterr()
     assert found[2] not in said.out + said.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["none"], "none is no folder: name a run directory, or a folder that holds some"),
-        (["."], "holds no run yet"),
-        (["tcp://127.0.0.1:1"], "write --key with a key"),
-        (["tcp://127.0.0.1:1", "runs"], "name one address alone, or directories"),
-    ],
-)
-def test_without_a_run_it_says_what_to_name(
-    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["dashboard", *arguments]) == 2
-    assert says in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

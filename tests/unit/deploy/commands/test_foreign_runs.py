@@ -7,9 +7,7 @@ import pytest
 
 from asyncrl.deploy import cli
 from asyncrl.tasks.prompt_sources import runs_code
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-from recorded_runs import SAMPLE, recorded_run, step
+from tests.unit.deploy.report.recorded_runs import SAMPLE, recorded_run, step
 
 CODE = """
 from pathlib import Path

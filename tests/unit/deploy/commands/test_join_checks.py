@@ -160,11 +160,6 @@ def test_what_is_no_address(wrong: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "BAD   address             --join:" in capsys.readouterr().out
 
 
-def test_the_key_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--join", "tcp://127.0.0.1:7000"]) == 2
-    assert "asyncrl doctor [ROLE] --join ADDRESS --key FILE" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("offset", "status"), [(0.2, "ok"), (-3.0, "note"), (3.0, "note")])
 def test_clocks_that_differ_are_worth_knowing(offset: float, status: str) -> None:
     found = join_checks._clock_check(Clock(offset, 0.001, 0.002))

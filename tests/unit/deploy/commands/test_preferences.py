@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from asyncrl.deploy.cli import main
 from asyncrl.engines.training.models_with_heads import load_score_model
 from asyncrl.engines.training.preference_model import Accuracy
 from asyncrl.objectives.pass_at_k import rate_over
+from tests import golden
 from tests.unit.letter_model import LETTERS, write_letter_model
 
 ROLES = ("assistant", "user", "assistant")
@@ -71,35 +74,49 @@ def test_a_taste_is_learnt_and_the_model_loads_as_a_reward_model(
     assert "exists already" in capsys.readouterr().err
 
 
-def test_ratings_of_a_policy_with_another_tokenizer_are_refused(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def other_tokenizer(run_dir: Path) -> str:
+    """Makes a model with two letters of its tokenizer exchanged; returns the flag that names it."""
     write_ratings(run_dir, 60)
-    other = tmp_path / "other"
-    shutil.copytree(run_dir / "model", other)
+    other = shutil.copytree(run_dir / "model", run_dir / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert main(["preferences", "fit", str(run_dir), "--into", str(tmp_path / "judge"), "--model", str(other)]) == 2
-    assert f"{other} cannot learn from samples of {run_dir / 'model'}: its tokenizer" in capsys.readouterr().err
-    assert not (tmp_path / "judge").exists()
+    return f"--model={other}"
 
 
-def test_ratings_of_an_earlier_version_are_left_out(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def no_model(run_dir: Path) -> str:
+    write_ratings(run_dir, 60)
+    return f"--model={run_dir}"
+
+
+def rated(*lines: object) -> Callable[[Path], None]:
+    """Returns what writes these ratings."""
+    return lambda run_dir: (run_dir / "ratings.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+OLD = {"kind": "rating", "prompt": "p", "answers": [{"sample": "0.0.x", "text": "a", "value": 1.0}]}
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        other_tokenizer,
+        no_model,
+        partial(write_ratings, prompts=3),
+        rated(OLD),
+        rated({"kind": "rating"}),
+        lambda run: None,
+    ],
+    ids=["another tokenizer", "no model", "too few pairs", "of an earlier version", "damaged", "none"],
+)
+def test_what_cannot_be_learnt_from_is_refused(
+    prepare: Callable[[Path], str | None], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = {"sample": "0.0.x", "text": "a", "value": 1.0}
-    (run_dir / "ratings.jsonl").write_text(json.dumps({"kind": "rating", "prompt": "p", "answers": [answer]}) + "\n")
-    assert main(["preferences", "fit", str(run_dir), "--into", str(tmp_path / "judge")]) == 2
-    assert "left out: 1 ratings of an earlier version, which kept no tokens" in capsys.readouterr().out
-
-
-def test_too_few_pairs_are_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_ratings(run_dir, 3)
-    assert main(["preferences", "fit", str(run_dir), "--into", str(tmp_path / "judge")]) == 2
-    said = capsys.readouterr().err
-    assert "12 pairs of better and worse answers to 3 prompts, and at least 20 pairs to 5 prompts are needed" in said
+    flags = [flag] if (flag := prepare(run_dir)) is not None and isinstance(flag, str) else []
+    assert main(["preferences", "fit", str(run_dir), "--into", str(tmp_path / "judge"), *flags]) == 2
+    shown = capsys.readouterr()
+    golden.says(shown.out + shown.err)
     assert not (tmp_path / "judge").exists()
 
 
@@ -111,24 +128,6 @@ def test_a_rate_that_breaks_a_model_is_warned_of(
         assert main(["preferences", *arguments, rate]) == 2
         shown = capsys.readouterr().out
         assert ("warning: --learning-rate: AdamW moves every weight by about 1 in an update" in shown) == is_warned
-
-
-def test_a_run_without_ratings_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["preferences", "fit", str(run_dir), "--into", str(tmp_path / "judge")]) == 2
-    assert "has no ratings.jsonl: nobody rated in this run" in capsys.readouterr().err
-
-
-def test_a_damaged_rating_is_named(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run_dir / "ratings.jsonl").write_text('{"kind": "rating"}\n')
-    assert main(["preferences", "fit", str(run_dir), "--into", str(tmp_path / "judge")]) == 2
-    assert """ratings.jsonl is damaged: {"kind": "rating"} is no rating""" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_model_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_ratings(run_dir, 60)
-    words = ["fit", str(run_dir), "--into", str(tmp_path / "judge"), "--model", str(tmp_path)]
-    assert main(["preferences", *words]) == 2
-    assert "is no folder of a model: it has no config.json; name another one with --model" in capsys.readouterr().err
 
 
 def test_the_accuracy_says_how_sure_it_is() -> None:

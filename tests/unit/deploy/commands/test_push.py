@@ -1,135 +1,49 @@
-"""A model is uploaded to a hub: a small one of this test, which takes files in commits as the real one does."""
+"""A model is uploaded to the Hugging Face hub, whose place its own class takes here, with the calls that it allows."""
 
-import base64
-import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
+import httpx2
+import huggingface_hub
 import pytest
 
-UPLOAD = """
-import sys
-from pathlib import Path
-from asyncrl.deploy.commands.export import upload
+from asyncrl.deploy import cli
+from asyncrl.deploy.commands import export as command
 from asyncrl.errors import ConfigError
-try:
-    print(upload(Path(sys.argv[1]), sys.argv[2], "asyncrl: step 4", public=False))
-except ConfigError as error:
-    print(error)
-"""
 
-
-class Hub(ThreadingHTTPServer):
-    """Keeps what was made and committed. refuses: answers everything with 403."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.made: list[dict[str, Any]] = []
-        self.files: dict[str, bytes] = {}
-        self.message = ""
-        self.refuses = False
-
-
-class Answers(BaseHTTPRequestHandler):
-    server: Hub
-
-    @property
-    def _address(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def do_GET(self) -> None:
-        self._answer(200, {"id": "me/tiny", "sha": "0" * 40, "siblings": []})
-
-    def do_POST(self) -> None:
-        body = self._body()
-        if self.server.refuses:
-            self._answer(403, {"error": "this token may not write"})
-        elif self.path == "/api/repos/create":
-            self.server.made.append(json.loads(body))
-            self._answer(200, {"url": f"{self._address}/me/tiny"})
-        elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            self._answer(
-                200,
-                {"files": [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in files]},
-            )
-        elif self.path.startswith("/api/validate-yaml"):
-            self._answer(200, {"errors": [], "warnings": []})
-        else:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "header":
-                    self.server.message = line["value"]["summary"]
-                elif line["key"] == "file":
-                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            self._answer(
-                200, {"success": True, "commitOid": "1" * 40, "commitUrl": f"{self._address}/me/tiny/commit/1"}
-            )
-
-    def _body(self) -> bytes:
-        if self.headers.get("transfer-encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("content-length", 0)))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
-
-    def _answer(self, status: int, content: dict[str, Any]) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        """Prints nothing."""
+ADDRESS = "https://hub.test/me/tiny/commit/1"
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever, name="hub")
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join(10)
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = create_autospec(huggingface_hub.HfApi, instance=True)
+    found.endpoint = "https://hub.test"
+    found.upload_folder.return_value = SimpleNamespace(commit_url=ADDRESS)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: found)
+    return found
 
 
-def uploaded(hub: Hub, folder: Path, name: str) -> str:
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HUB_OFFLINE": "0",
-        "HF_TOKEN": "hf_test",
-        "HF_HOME": str(folder.parent / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    command = [sys.executable, "-c", UPLOAD, str(folder), name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+@pytest.mark.parametrize("public", [False, True])
+def test_the_exported_model_of_a_run_is_committed_to_the_hub(
+    public: bool, hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported: list[Any] = []
+    monkeypatch.setattr(command, "export", lambda *given, **wanted: exported.append((*given, wanted)) or 4)
+    flags = ["--public"] if public else []
+    assert cli.main(["push", str(tmp_path / "run"), "me/tiny", "--step", "4", "--merge", *flags]) == 0
+    assert capsys.readouterr().out == f"version 4 is at {ADDRESS}\n"
+    ((run, folder, wanted),) = exported
+    assert (run, wanted) == (tmp_path / "run", {"merged": True, "step": "4", "public": True})
+    hub.create_repo.assert_called_once_with("me/tiny", private=not public, exist_ok=True)
+    message = "asyncrl: step 4 of run"
+    hub.upload_folder.assert_called_once_with(repo_id="me/tiny", folder_path=folder, commit_message=message)
 
 
-def test_a_model_is_committed_to_the_hub_or_the_refusal_is_told(hub: Hub, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
-    assert uploaded(hub, tmp_path / "model", "me/tiny") == f"http://127.0.0.1:{hub.server_port}/me/tiny/commit/1"
-    assert [made["name"] for made in hub.made] == ["tiny"]
-    assert hub.made[0]["visibility"] == "private"
-    assert hub.files == {"config.json": b"{}", "model.safetensors": b"weights"}
-    assert hub.message == "asyncrl: step 4"
-    hub.refuses = True
-    told = uploaded(hub, tmp_path / "model", "me/tiny")
-    assert told.startswith("me/tiny could not be uploaded to http://127.0.0.1:")
-    assert "HF_TOKEN" in told
+@pytest.mark.parametrize("error", [OSError("this token may not write\nmore"), httpx2.ConnectError("no route")])
+def test_a_refusal_is_told(error: Exception, hub: Any, tmp_path: Path) -> None:
+    hub.create_repo.side_effect = error
+    says = rf"^me/tiny could not be uploaded to https://hub.test: {str(error).partition(chr(10))[0]}; look .*HF_TOKEN"
+    with pytest.raises(ConfigError, match=says):
+        command.upload(tmp_path, "me/tiny", "a message", public=False)

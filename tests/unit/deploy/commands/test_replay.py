@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.deploy import cli
 from asyncrl.deploy.commands.replayed_service import KeptRows, RecordedWorker, differences, steps_from
 from asyncrl.deploy.commands.smallest_batch import Condition, smallest
 from asyncrl.engines.training.training_step import StepOutcome
@@ -95,35 +94,6 @@ def test_values_of_another_moment_are_counted_and_not_compared() -> None:
         kept.recorded[1, number, 0].append(Batch({name: Column.of([values]) for name, values in row.items()}))
     assert [place for place, _, _ in kept.differences()] == ["row 1.2.0.values"]
     assert kept.unordered == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ([], "holds no run"),
-        (["--service", "generation"], "holds no run"),
-    ],
-)
-def test_a_folder_without_a_run_is_refused(
-    flags: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["replay", str(tmp_path), *flags]) == 2
-    assert why in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ([], "has no records of training0, but of nothing: record a run with"),
-        (["--service", "generation"], "generation is not recorded; those that are: training, critic"),
-    ],
-)
-def test_a_run_that_was_not_recorded_is_refused(
-    flags: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.toml").write_text("")
-    assert cli.main(["replay", str(tmp_path), *flags]) == 2
-    assert why in capsys.readouterr().err
 
 
 def test_the_first_step_after_forgotten_records_is_not_replayed(tmp_path: Path) -> None:

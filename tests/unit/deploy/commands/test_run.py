@@ -76,33 +76,6 @@ def test_a_run_directory_alone_resumes_with_its_own_config(trained: Trained, tmp
     assert (found.name, found.seed, found.steps, run_dir) == ("old", 9, 7, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "name an experiment"),
-        (["--seed", "3"], "name an experiment"),
-        (["mine.toml", "--run-dir"], "--run-dir needs a directory"),
-        (["mine.toml", "--run-dir", "--seed", "3"], "--run-dir needs a directory"),
-        (["--run-dir", "nowhere"], "holds no run to resume"),
-        (["mine.toml", "--staleness.limt", "3"], "did you mean staleness.limit?"),
-        (["mine.toml", "--reward.functions", "[]"], "reward.functions is empty"),
-        (["gone.toml"], "there is no file gone.toml"),
-    ],
-)
-def test_mistakes(arguments: list[str], says: str, trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", *arguments]) == 2
-    assert says in capsys.readouterr().err
-    assert trained.asked == []
-
-
-def test_a_run_whose_config_is_gone_is_resumed_by_its_experiment(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "journal").touch()
-    assert cli.main(["run", "--run-dir", str(tmp_path)]) == 2
-    assert f"{tmp_path}/config.toml is gone: name the experiment too" in capsys.readouterr().err
-
-
 def test_print_config_shows_every_value_and_its_place_and_runs_nothing(
     trained: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,17 +1,15 @@
 """The report of a policy that acts: returns and not tokens, and the picture of its last evaluation."""
 
 import re
-import sys
+from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.deploy.report.report_page import facts, report_html
+from asyncrl.deploy.report.report_page import report_html
 from asyncrl.deploy.report.run_record import MOST_BYTES, RunRecord, newest_picture, read_run
 from asyncrl.telemetry.samples_file import TRANSITIONS
-
-sys.path.insert(0, str(Path(__file__).parent))
-from dataclasses import replace
-
-from recorded_runs import SAMPLE, recorded_run, step
+from tests import golden
+from tests.unit.deploy.report.recorded_runs import SAMPLE, recorded_run, step
+from tests.unit.deploy.report.test_report_page import shown_facts
 
 ACTING = {"acting": {"env": "CartPole-v1"}, "task": {"prompts": "acting", "samples_per_prompt": 8}}
 EVALUATION = {"prompts": 3, "stderr": 1.0, "unscorable": 1, "seconds": 0.5, "length": 20.0, "cut_off": 0}
@@ -37,12 +35,7 @@ def run_of(path: Path) -> RunRecord:
 
 
 def test_the_table_has_returns_and_transitions(tmp_path: Path) -> None:
-    said = {fact.name: fact.texts[0] for fact in facts([run_of(tmp_path / "run")])}
-    assert said["experiment"].endswith("PPO in CartPole-v1")
-    assert said["return, mean of the last 20 episodes"] == "20"
-    assert said["evaluated"] == "487.25 [470 - 500] at version 20"
-    assert (said["trained transitions"], said["trained transitions per second"]) == ("5,120", "128")
-    assert said["oldest trained transition"] == "1 versions"
+    golden.says(shown_facts(run_of(tmp_path / "run")), "487.25 [470 - 500]", "5,120", "128")
 
 
 def test_the_page_has_no_word_of_language_and_no_empty_panel(tmp_path: Path) -> None:

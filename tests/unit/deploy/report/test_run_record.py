@@ -1,6 +1,5 @@
 """A report reads the steps that count, time over resumes and devices, and refuses what it cannot read."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,7 @@ import pytest
 from asyncrl.deploy.report.report_page import facts
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from recorded_runs import recorded_run, step
+from tests.unit.deploy.report.recorded_runs import recorded_run, step
 
 
 def test_time_goes_on_over_a_resume_and_counts_the_steps_that_were_trained_again(tmp_path: Path) -> None:

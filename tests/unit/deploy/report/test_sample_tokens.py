@@ -1,6 +1,5 @@
 """The tokens of a sample: their text, what is masked of them, and their colours."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from asyncrl.deploy.report.report_page import SHOWN_SAMPLES, SHOWN_TOKENS, report_html, shown_samples
-from asyncrl.deploy.report.run_record import read_run
-from asyncrl.deploy.report.sample_tokens import MAX_TOKENS, shown_tokens, signed_colour, token_decoder
-
-sys.path.insert(0, str(Path(__file__).parent))
-from recorded_runs import SAMPLE, recorded_run, step
+from asyncrl.deploy.report.run_record import RunRecord, read_run
+from asyncrl.deploy.report.sample_tokens import MAX_TOKENS, Decode, shown_tokens, signed_colour, token_decoder
+from tests.unit.deploy.report.recorded_runs import SAMPLE, recorded_run, step
 
 WORDS = ["\u2581two", "\u2581words", "<eos>", "</b>"]
 
@@ -29,10 +26,14 @@ def run(tmp_path: Path) -> Path:
     return recorded_run(tmp_path / "run", [step(5, 1.0)], [tokens])
 
 
-def test_tokens_say_their_text_number_and_age_and_stale_ones_are_masked(run: Path) -> None:
-    record = read_run(run)
+def read(run: Path) -> tuple[RunRecord, Decode]:
     decode = token_decoder([run / "none", run / "model"])
     assert decode is not None
+    return read_run(run), decode
+
+
+def test_tokens_say_their_text_number_and_age_and_stale_ones_are_masked(run: Path) -> None:
+    record, decode = read(run)
     first, second, third = shown_tokens(record.samples[0], decode, record.config)
     assert "".join(token.text for token in (first, second, third)) == " two words<eos>"
     assert [token.masked for token in (first, second, third)] == [True, False, False]
@@ -43,9 +44,7 @@ def test_tokens_say_their_text_number_and_age_and_stale_ones_are_masked(run: Pat
 
 
 def test_tokens_have_advantages_and_rewards_of_their_own_where_they_are_recorded(run: Path) -> None:
-    record = read_run(run)
-    decode = token_decoder([run / "model"])
-    assert decode is not None
+    record, decode = read(run)
     plain = shown_tokens(record.samples[0], decode, record.config)
     assert [token.by_advantage for token in plain] == ["rgba(42,157,85,0.15)"] * 3
     assert [token.by_reward != "transparent" for token in plain] == [False, False, bool(record.samples[0].reward)]
@@ -65,18 +64,14 @@ def test_tokens_have_advantages_and_rewards_of_their_own_where_they_are_recorded
 
 
 def test_no_token_is_too_old_where_all_are_admitted(run: Path) -> None:
-    record = read_run(run)
-    decode = token_decoder([run / "model"])
-    assert decode is not None
+    record, decode = read(run)
     staleness = record.config.staleness.model_copy(update={"policy": "admit"})
     config = record.config.model_copy(update={"staleness": staleness})
     assert not any(token.masked for token in shown_tokens(record.samples[0], decode, config))
 
 
 def test_the_middle_of_a_long_answer_is_left_out(run: Path) -> None:
-    record = read_run(run)
-    decode = token_decoder([run / "model"])
-    assert decode is not None
+    record, decode = read(run)
     many = replace(SAMPLE, token_ids=[1] * 1000, token_logprobs=[-1.0] * 1000, token_versions=[0] * 1000)
     tokens = shown_tokens(many, decode, record.config)
     assert len(tokens) == MAX_TOKENS + 1

@@ -1,7 +1,6 @@
 """The dashboard shows runs from the files that they write."""
 
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import Any
 import pytest
 
 from asyncrl.deploy.report.dashboard.recorded_samples import PAGE, LineTail
-from asyncrl.deploy.report.dashboard.shown_runs import LATE, MAX_POINTS, RunView, binned, find_runs, state_of
+from asyncrl.deploy.report.dashboard.shown_runs import LATE, RunView, find_runs, state_of
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus, write_status
 from asyncrl.telemetry.samples_file import SampleRecord
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from recorded_runs import SAMPLE, recorded_run, step
+from tests.unit.deploy.report.recorded_runs import SAMPLE, recorded_run, step
 
 NOW = 1e9
 WORKER = WorkerStatus("generation0.0", "a", "", ("x",), 0, {"busy": 1.0}, 1.0, 5, 1, {}, service="generation")
@@ -44,6 +41,13 @@ def rows(view: RunView, before: int | None = None) -> list[dict[str, Any]]:
     samples.look()
     found: list[dict[str, Any]] = samples.page(before)["groups"]
     return found
+
+
+def group(view: RunView, number: int, group: int) -> list[dict[str, Any]]:
+    """Returns the samples of a group. Raises KeyError where it is not recorded."""
+    samples = view.samples()
+    assert samples is not None
+    return list((samples.group(number, group) or {})["samples"])
 
 
 # ---- files that grow -------------------------------------------------------------------------------------
@@ -136,12 +140,6 @@ def test_a_run_that_acts_shows_curves_of_episodes(tmp_path: Path) -> None:
     assert not [title for title in titles if "token" in title or "Reward" in title]
 
 
-def test_a_long_curve_is_averaged_in_bins() -> None:
-    points = binned([(float(n), 1.0) for n in range(10 * MAX_POINTS + 5)])
-    assert len(points) <= MAX_POINTS
-    assert points[0] == [5.0, 1.0]
-
-
 def test_a_damaged_state_is_shown_as_such(tmp_path: Path) -> None:
     path = recorded_run(tmp_path / "run", [step(1, 1.0)])
     (path / "status.json").write_text("{")
@@ -164,12 +162,9 @@ def test_groups_are_listed_newest_first_with_their_siblings(tmp_path: Path) -> N
     assert [row["step"] for row in first] == [*range(PAGE + 2, 2, -1)]
     assert (first[0]["rewards"], first[0]["mean"]) == ([0.0, 0.5], 0.25)
     assert [row["step"] for row in rows(view, 2)] == [2, 1]
-    recorded = view.samples()
-    assert recorded is not None
-    group = recorded.group(5, 15)
-    assert group is not None
-    assert [each["member"] for each in group["samples"]] == [0, 1]
-    assert recorded.group(5, 16) is None
+    assert [each["member"] for each in group(view, 5, 15)] == [0, 1]
+    with pytest.raises(KeyError):
+        group(view, 5, 16)
 
 
 def test_a_step_that_a_resume_repeated_counts_once(tmp_path: Path) -> None:
@@ -188,11 +183,8 @@ def test_an_episode_keeps_its_turns_and_their_rewards(tmp_path: Path) -> None:
     path = recorded_run(tmp_path / "run", [step(1, 1.0)], [sample(1, 1, 0, turns=turns, turn_rewards=[0.5])])
     view = viewed(path)
     assert rows(view)[0]["episode"] is True
-    recorded = view.samples()
-    assert recorded is not None
-    group = recorded.group(1, 1)
-    assert group is not None
-    assert (group["samples"][0]["turns"], group["samples"][0]["turn_rewards"]) == (turns, [0.5])
+    (shown,) = group(view, 1, 1)
+    assert (shown["turns"], shown["turn_rewards"]) == (turns, [0.5])
 
 
 # ---- the list --------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,9 +19,7 @@ from asyncrl.fleet.launching.run_access import open_commands
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.protocols.messages import Call
 from asyncrl.telemetry.run_status import RunStatus, write_status
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from recorded_runs import SAMPLE, recorded_run, step
+from tests.unit.deploy.report.recorded_runs import SAMPLE, recorded_run, step
 
 TOKEN = "the-right-token"
 
