@@ -141,7 +141,7 @@ async def train_async(
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
     from asyncrl.deploy.process.interrupts import in_python
-    from asyncrl.deploy.run_request import RunRequest
+    from asyncrl.deploy.run_fleet import RunRequest
     from asyncrl.deploy.run_setup import run
     from asyncrl.telemetry.display import open_cell_or_terminal
 
@@ -207,7 +207,7 @@ class RLTrainer:
     async def train_async(self, steps: int, run_dir: str | Path | None = None) -> Run:
         """Trains as `train` does, on the caller's event loop."""
         from asyncrl.deploy.process.interrupts import in_python
-        from asyncrl.deploy.run_request import RunRequest
+        from asyncrl.deploy.run_fleet import RunRequest
         from asyncrl.deploy.run_setup import run
         from asyncrl.telemetry.display import open_cell_or_terminal
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from asyncrl.config.sources import load
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import RunRequest
 from asyncrl.deploy.run_setup import run
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.telemetry.display import LineDisplay

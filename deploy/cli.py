@@ -47,7 +47,6 @@ HOMES = {
     "admit": "join:admit",
     "push": "export:push",
     "try": "evaluate:try_rows",
-    "tune": "tuning.tune:main",
 }
 """Module and function of the commands that share a file with others; any other is `main` in the file of its name."""
 

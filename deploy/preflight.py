@@ -133,13 +133,10 @@ def _layers(config: Config) -> list[Surroundings]:
     return [WithoutNetwork(), inner] if of_agents and not section.network else [inner]
 
 
-NOWHERE: Mapping[str, str] = {}
-
-
 def preflight(
     config: Config,
     *,
-    places: Mapping[str, str] = NOWHERE,
+    places: Mapping[str, str] | None = None,
     algorithm: Algorithm | None = None,
     served: Collection[str] = (),
     model_is_made: bool = False,
@@ -151,7 +148,7 @@ def preflight(
     already.
     """
     for problem in _problems(config, algorithm, served, model_is_made):
-        yield replace(problem, where=problem.where or places.get(problem.key, ""))
+        yield replace(problem, where=problem.where or (places or {}).get(problem.key, ""))
 
 
 def _problems(
@@ -301,14 +298,9 @@ def _models(config: Config) -> dict[str, tuple[str, str]]:
 
 def memory_of_run(config: Config, model: str) -> Iterator[Problem]:
     """Yields what does not fit into the memory of its device, or into shared memory."""
-    yield from _memory_problems(config, model)
-    yield from _shared_memory_problems(config, model)
-
-
-def _memory_problems(config: Config, model: str) -> Iterator[Problem]:
-    """Yields a problem when the services need more memory than they may have, however little they sample."""
     if (shape := shape_of(model)) is not None:
         yield from memory_problems(config, shape, available_memory())
+    yield from _shared_memory_problems(config, model)
 
 
 def _shared_memory_need(config: Config, model: str) -> SharedMemoryNeed:

@@ -7,7 +7,7 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,16 +20,16 @@ from asyncrl.config.placement import ONE_REPLICA, Placement, pool_names, pools_o
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.runtime_config import FeedbackConfig
 from asyncrl.config.sections.secret import Secret, revealed
-from asyncrl.controller.controller import PauseSwitch
+from asyncrl.controller.controller import Algorithm, PauseSwitch
 from asyncrl.controller.observers.inspection import WorkerProfiles
-from asyncrl.controller.training_run import RunState
+from asyncrl.controller.training_run import OnStep, RunState
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.join_address import join_keys, listen_address
 from asyncrl.deploy.preflight import rows_fit
+from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.process.interrupts import StopSignals
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
 from asyncrl.deploy.process.run_commands import RunCommands, scaled_specs
-from asyncrl.deploy.run_request import RunRequest
 from asyncrl.deploy.service_specs import device_of, service_specs
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
@@ -47,8 +47,38 @@ from asyncrl.lanes.data.file_cache import FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import READY_ROWS
 from asyncrl.lanes.shared_memory import unlink_abandoned
 from asyncrl.lanes.weights.version_folder import folder_of_start
+from asyncrl.tasks.row_files import Rows
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
+
+# A run as its caller wants it: config, directory, and Python objects in place of what the config names.
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """A run that the user requests.
+
+    command: resumes the run. places: where the values of keys come from. prompts, algorithm, services: Python objects
+    that replace those of the config, such as rewards in this process. on_step: takes the metrics of each step, and
+    returns whether the run shall end. forks: what workers are forked from, if it was started already. store: address
+    that gets a copy of the run after each checkpoint, "" for none. is_call: a program calls, which gets an error of its
+    own code as it is; else it is an end of the run like any other.
+    """
+
+    config: Config
+    run_dir: Path
+    display: Display
+    command: str
+    accept_changes: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
+    prompts: Rows | None = None
+    algorithm: Algorithm | None = None
+    services: Mapping[str, ServiceSpec] = field(default_factory=dict)
+    forks: Forks | None = None
+    store: str = ""
+    on_step: OnStep | None = None
+    is_call: bool = False
+
 
 LONGEST = "longest_prompts.jsonl"
 """File in the run's logs with the prompts whose tokens are counted before anything is trained."""

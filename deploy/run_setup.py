@@ -48,8 +48,7 @@ from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.interrupts import StopSignals
 from asyncrl.deploy.process.local_launcher import allow_descriptors
 from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
-from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, facts_of, run_fleet
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, RunRequest, facts_of, run_fleet
 from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare, remove_model

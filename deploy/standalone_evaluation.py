@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.problems import Problem, refuse
-from asyncrl.config.schema import Config, RewardConfig, Scorer
+from asyncrl.config.schema import Config, Scorer
 from asyncrl.config.section_rules import model_problems
 from asyncrl.config.sections.runtime_config import FeedbackConfig
 from asyncrl.config.sources import load, read
@@ -98,7 +98,7 @@ async def _evaluate_saved(
     config = config or own
     if config.acting.env:
         return [replace(await _evaluate_acting(saved, config, wanted), version=version)]
-    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": own.model.lora})})
+    config = _changed(config, "model", lora=own.model.lora)
     refuse([problem for problem in model_problems(config) if not problem.is_warning])
     model = saved
     adapters = None
@@ -121,12 +121,10 @@ def _with_noted_scorers(config: Config, noted: Path) -> Config:
     """Returns the config with the commits of reward and cost models that a run has noted, in place of their names."""
     names = {f"{service}.model": section.model for service, section in config.scorers.items()}
     found = at_noted_commits(names, noted)
-    changed: dict[str, RewardConfig] = {
-        service: section.model_copy(update={"model": found[f"{service}.model"]})
-        for service, section in config.scorers.items()
-        if f"{service}.model" in found
-    }
-    return config.model_copy(update=changed)
+    for service in config.scorers:
+        if (model := found.get(f"{service}.model")) is not None:
+            config = _changed(config, service, model=model)
+    return config
 
 
 def _questions(config: Config, wanted: Wanted) -> tuple[Config, dict[str, list[Question]]]:
@@ -138,7 +136,7 @@ def _questions(config: Config, wanted: Wanted) -> tuple[Config, dict[str, list[Q
         if more or name:
             raise ConfigError("the prompts that are given stand for those of [evaluate]: name no set beside them")
         size = min(len(found), wanted.size or len(found))
-        return _with_size(config, size), {name: found.first(size)}
+        return _changed(config, "evaluate", size=size), {name: found.first(size)}
     known = {each.name: each for each in config.evaluate.held_out}
     if not known:
         text = "there are no held-out prompts: set evaluate.prompts, name a task with --task, or prompts with --prompts"
@@ -158,16 +156,16 @@ async def _evaluate_acting(policy: Path, config: Config, wanted: Wanted) -> Eval
     if not (policy / SPACES).is_file():
         raise ConfigError(f"{policy} holds no policy that acts: it has no {SPACES}")
     episodes = wanted.size or config.evaluate.episodes or EPISODES
-    config = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"episodes": episodes})})
+    config = _changed(config, "evaluate", episodes=episodes)
     refuse(missing_packages(config))
     async with scoring_fleet(policy, config) as running:
         evaluator = EpisodeEvaluator(running.handle("evaluation", Generation), config, wanted.save)
         return await evaluator.evaluate(VERSION, 0)
 
 
-def _with_size(config: Config, size: int) -> Config:
-    evaluate = config.evaluate.model_copy(update={"size": size})
-    return config.model_copy(update={"evaluate": evaluate})
+def _changed(config: Config, section: str, **values: Any) -> Config:
+    """Returns the config with other values of keys of a section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 async def evaluate_target(
@@ -185,7 +183,7 @@ async def evaluate_target(
     if config.acting.env:
         return [replace(await _evaluate_acting(Path(target), config, wanted), version=exported_version(Path(target)))]
     config, questions = _questions(config, wanted)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"name": target, "lora": None})})
+    config = _changed(config, "model", name=target, lora=None)
     refuse(missing_packages(config))
     with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as scratch:
         model = await prepare(config, Path(scratch) / "model", say)
@@ -244,7 +242,7 @@ async def scoring_fleet(
             model_dir=model,
             incarnation=0,
             weights_arena="",
-            config=config.model_copy(update={"fleet": config.fleet.model_copy(update={"wire": "ipc"})}),
+            config=_changed(config, "fleet", wire="ipc"),
             curve=(keys.public, keys.secret),
         )
         with forks_of(config) as forks, LocalLauncher(facts.run, forks=forks) as launcher:

@@ -1,11 +1,13 @@
 """Reads and checks the prompts of a run, before and after its model is known: counts their tokens, and finds characters
 that the model never sees."""
 
+import asyncio
 import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -14,9 +16,10 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncrl.config.problems import refuse
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import IN_MEMORY, Config
 from asyncrl.controller.training_run import Questions
-from asyncrl.deploy.checks.model_checks import beyond_embedding, may_end_texts
+from asyncrl.deploy.checks.machine import Check
+from asyncrl.deploy.checks.model_checks import beyond_embedding, here, may_end_texts
 from asyncrl.engines.generation.tokenization import NO_TEMPLATE, TokenizerWithStops, with_clock
 from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder, has_chat_template, is_complete
 from asyncrl.engines.models.model_preparation import demonstrations_of, sees_pictures
@@ -38,6 +41,7 @@ from asyncrl.tasks.prompt_lengths import (
 )
 from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import function_named
+from asyncrl.tasks.reward_trial import try_rewards
 from asyncrl.tasks.row_files import Rows
 from asyncrl.tasks.source_problems import check_rows, is_read_ahead
 from asyncrl.tasks.turn_template import turn_problems
@@ -429,3 +433,58 @@ def _content(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     return "".join(PICTURE if is_picture(part) else part["text"] for part in content)
+
+
+# Says for `asyncrl doctor` what the sources of prompts have, rows and columns, and tries the rewards on them.
+
+
+def prompt_checks(config: Config, *, counts: bool = True) -> Iterator[Check]:
+    """Reads small files and folders of rows; sources that take code, a download or long are only named. counts: whether
+    tokens of prompts are counted, for which the model has to be in order."""
+    model = here(config.model)
+    refuse_prompts = refuse_unreadable if is_complete(model) else refuse_marks
+
+    def refuse(sets: Mapping[str, PromptRows]) -> list[str]:
+        refuse_prompts(config, sets, model)
+        if counts:
+            refuse_long_prompts(config, sets, model)
+        return asyncio.run(try_rewards(config, sets))
+
+    sources = [each.use for each in config.task.sources]
+    yield from _source_checks("task.prompts", sources, partial(training_prompts, config), refuse)
+    for each in config.evaluate.held_out:
+        read = partial(held_out_prompts, config, name=each.name)
+        yield from _source_checks(f"{each.section}.prompts", [each.prompts], read, refuse)
+
+
+def _source_checks(
+    key: str,
+    specs: Sequence[str],
+    read: Callable[[], PromptRows | None],
+    refuse: Callable[[Mapping[str, PromptRows]], list[str]],
+) -> Iterator[Check]:
+    unread = [spec for spec in specs if spec != IN_MEMORY and not is_read_ahead(spec)]
+    if unread:
+        remedy = f"nothing here has looked at its rows: `asyncrl try` reads them, and so does the run ({key})"
+        yield Check("prompts", "note", f"{', '.join(unread)} is not read yet", remedy)
+        return
+    try:
+        prompts = read()
+        if prompts is None:
+            return
+        yield Check("prompts", "ok", f"{prompts.source}: {len(prompts)} rows, columns {_columns(prompts)}")
+        for note in prompts.notes:
+            yield Check("prompts", "ok", note)
+    except (TaskError, ConfigError):
+        return  # The checks before this one say what is wrong with the source.
+    try:
+        for note in refuse({key: prompts}):
+            yield Check("rewards", "note", note)
+    except ConfigError:
+        return  # Those of the config have said it.
+    except TaskError as error:
+        yield Check("prompts", "bad", str(error))
+
+
+def _columns(prompts: PromptRows) -> str:
+    return ", ".join(prompts.row(0).columns)

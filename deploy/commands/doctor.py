@@ -103,7 +103,7 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
     for problem in problems:
         yield Check("config" if problem.key else "machine", "note" if problem.is_warning else "bad", str(problem))
     if not config.environment.use and not config.acting.env:
-        from asyncrl.deploy.commands.prompt_checks import prompt_checks
+        from asyncrl.deploy.checks.run_prompts import prompt_checks
 
         yield from prompt_checks(config, counts=all(problem.is_warning for problem in problems))
     yield from _containment_checks(config)

@@ -125,7 +125,7 @@ def _tensors(call: "ReplayedCall") -> str:
 
 def _shrink(worker: "RecordedWorker", version: int, when: str) -> int:
     """Prints the groups that show it."""
-    from asyncrl.deploy.commands.smallest_batch import Condition, StepTrials, smallest, trainer_at
+    from asyncrl.deploy.commands.replayed_service import Condition, StepTrials, smallest, trainer_at
     from asyncrl.errors import ConfigError
 
     if worker.spec.service != "training":

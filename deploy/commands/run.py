@@ -242,7 +242,7 @@ def _train(loaded: "Loaded", run_dir: Path, request: RunCommand, command: str, b
     with forks_of(loaded.config, begun) as forks:
         from asyncrl.deploy.checks.run_prompts import with_steps_of_epochs
         from asyncrl.deploy.preflight import step_callback
-        from asyncrl.deploy.run_request import RunRequest
+        from asyncrl.deploy.run_fleet import RunRequest
         from asyncrl.deploy.run_setup import run
         from asyncrl.telemetry.bottleneck import workers_of
         from asyncrl.telemetry.display import open_display

@@ -3,33 +3,33 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from asyncrl.config.schema import IN_MEMORY
+from asyncrl.config.sources import read
+from asyncrl.deploy.checks.run_prompts import draw_of
 from asyncrl.deploy.commands.command_parser import CommandParser, positive
-from asyncrl.errors import ConfigError
-from asyncrl.telemetry.run_directory import missing_run
-
-if TYPE_CHECKING:
-    from asyncrl.tasks.stored_samples import ColumnNames
-    from asyncrl.telemetry.sample_panel import SpecialTokens
-    from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.deploy.report.sample_tokens import special_tokens
+from asyncrl.engines.models.model_folder import is_complete
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks import Row, training_prompts
+from asyncrl.tasks.prompt_sources import runs_code
+from asyncrl.tasks.stored_samples import ColumnNames, write_samples
+from asyncrl.telemetry.display import CleanConsole
+from asyncrl.telemetry.jsonl import read_lines, read_metrics
+from asyncrl.telemetry.run_directory import RunDirectory, missing_run
+from asyncrl.telemetry.sample_panel import SpecialTokens, group_panel, sample_panel
+from asyncrl.telemetry.samples_file import TRANSITIONS, SampleRecord, read_samples, select_samples
 
 DESCRIPTION = f"{__doc__} Without --step, --group, --best, --worst or --masked it shows samples of the last step."
 
 
 def main(arguments: list[str]) -> int:
-    from asyncrl.telemetry.display import CleanConsole
-    from asyncrl.telemetry.sample_panel import group_panel, sample_panel
-    from asyncrl.telemetry.samples_file import TRANSITIONS, read_samples, select_samples
-
     asked = _parser().parse_args(arguments)
     path = asked.run / "samples.jsonl"
     if not path.exists():
         raise missing_run(asked.run, "has no samples.jsonl: name a run directory that has trained a step")
     records = read_samples(path)
     if asked.parquet is not None:
-        from asyncrl.deploy.commands.parquet_samples import export_samples
-
         names: ColumnNames = "verl" if asked.verl else "asyncrl"
         export_samples(asked.run, records, asked.parquet, names, print, run_code=asked.run_code)
         return 0
@@ -55,9 +55,6 @@ def main(arguments: list[str]) -> int:
 
 def _evaluated_episodes(run_dir: Path, count: int) -> list[str]:
     """Returns a line for each of the first episodes of the newest evaluation of a policy that acts, and its picture."""
-    from asyncrl.telemetry.jsonl import read_lines
-    from asyncrl.telemetry.run_directory import RunDirectory
-
     found = {int(path.stem): path for path in RunDirectory(run_dir).answers.glob("*.jsonl") if path.stem.isdecimal()}
     if not found:
         return ["no episode was evaluated: evaluate.episodes says how many an evaluation plays"]
@@ -75,10 +72,6 @@ def _evaluated_episodes(run_dir: Path, count: int) -> list[str]:
 
 def _of_all(run_dir: Path) -> str:
     """Returns how many samples the run has trained, where that is known."""
-    from asyncrl.config.sources import read
-    from asyncrl.telemetry.jsonl import read_metrics
-    from asyncrl.telemetry.run_directory import RunDirectory
-
     directory = RunDirectory(run_dir)
     if not directory.started_before or not directory.metrics.exists():
         return ""
@@ -88,15 +81,8 @@ def _of_all(run_dir: Path) -> str:
     return f", of {trained} in the batches of {steps} steps (telemetry.samples_per_step says how many are recorded)"
 
 
-def _columns(
-    run_dir: Path, chosen: "Sequence[SampleRecord]", *, run_code: bool
-) -> "Callable[[int], Mapping[str, object]]":
+def _columns(run_dir: Path, chosen: Sequence[SampleRecord], *, run_code: bool) -> Callable[[int], Mapping[str, object]]:
     """Returns what gives the other columns of a group's row; none where the prompts cannot be read at once again."""
-    from asyncrl.config.sources import read
-    from asyncrl.deploy.commands.parquet_samples import rows_of_groups
-    from asyncrl.errors import TaskError
-    from asyncrl.telemetry.run_directory import RunDirectory
-
     directory = RunDirectory(run_dir)
     if not directory.started_before or any(each.turns or each.transitions for each in chosen):
         return lambda group: {}
@@ -132,7 +118,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _groups_of(chosen: "Sequence[SampleRecord]", records: "Sequence[SampleRecord]") -> "list[list[SampleRecord]]":
+def _groups_of(chosen: Sequence[SampleRecord], records: Sequence[SampleRecord]) -> list[list[SampleRecord]]:
     """Returns the groups of the chosen samples, with all members that are recorded."""
     groups: dict[tuple[int, int], list[SampleRecord]] = {(each.step, each.group): [] for each in chosen}
     for record in records:
@@ -141,12 +127,66 @@ def _groups_of(chosen: "Sequence[SampleRecord]", records: "Sequence[SampleRecord
     return list(groups.values())
 
 
-def _special_tokens(run_dir: Path) -> "SpecialTokens":
+def _special_tokens(run_dir: Path) -> SpecialTokens:
     """Returns what shows special tokens, by the tokenizer of the run if it is there."""
-    from asyncrl.config.sources import read
-    from asyncrl.deploy.report.sample_tokens import special_tokens
-    from asyncrl.telemetry.run_directory import RunDirectory
-
     directory = RunDirectory(run_dir)
     named = [Path(read(directory.config).model.name).expanduser()] if directory.started_before else []
     return special_tokens([directory.model, *named])
+
+
+# Writes the recorded samples of a run to a Parquet file, for `asyncrl samples RUN_DIR --parquet FILE`.
+
+
+def export_samples(
+    run_dir: Path,
+    records: Sequence[SampleRecord],
+    target: Path,
+    names: ColumnNames,
+    say: Callable[[str], None],
+    *,
+    run_code: bool = False,
+) -> None:
+    """Writes the samples with the rows of their prompts, and says what the file has and lacks. run_code: runs what the
+    config names for its rows. Raises ConfigError."""
+    if any(record.finish == TRANSITIONS for record in records):
+        raise ConfigError("--parquet: a policy that acts has no tokens; samples.jsonl has its transitions")
+    directory = RunDirectory(run_dir.absolute())
+    row_of = _rows(directory, say, run_code=run_code)
+    try:
+        as_json = write_samples(target, directory.path.name, records, row_of, names)
+    except OSError as error:
+        raise ConfigError(f"--parquet: {target} cannot be written: {error.strerror}") from error
+    say(f"{len(records)} samples of {len({record.group for record in records})} groups are in {target}")
+    if as_json:
+        say(f"as JSON, because their values have several types: {', '.join(as_json)}")
+    if without := sum(not record.token_ids for record in records):
+        say(f"{without} of them have no tokens, and cannot be trained with generation.stored_samples")
+
+
+RowOf = Callable[[int], Row | None]
+
+
+def _rows(directory: RunDirectory, say: Callable[[str], None], *, run_code: bool) -> RowOf:
+    """Returns what gives the row of a group's prompt, as the run drew it; none, and a line, where that is unknown."""
+    try:
+        return rows_of_groups(directory, run_code=run_code)
+    except (TaskError, ConfigError) as error:
+        say(f"the file has the text of the prompts, and none of their other columns: {error}")
+        return lambda group: None
+
+
+def rows_of_groups(directory: RunDirectory, *, run_code: bool) -> RowOf:
+    """Reads the prompts of a run again, and returns what gives the row of a group as the run drew it. Raises
+    ConfigError or TaskError where that is not possible, or code would run that may not: a run directory may be from
+    anybody."""
+    config = read(directory.config)
+    code = [each.use for each in config.task.sources if runs_code(each.use)]
+    code += [config.task.curriculum] if config.task.curriculum else []
+    if code and not run_code:
+        raise ConfigError(
+            f"they need code that the run names, {', '.join(code)}; --run-code runs it, without a sandbox"
+        )
+    if config.task.prompts == IN_MEMORY:
+        raise ConfigError("the prompts were given from Python")
+    model = directory.model if is_complete(directory.model) else Path(config.model.name)
+    return draw_of(config, training_prompts(config), model)

@@ -4,14 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from bokeh.models import ColumnDataSource, HoverTool, Whisker
 from bokeh.palettes import Category10_10
 from bokeh.plotting import figure
 
-from asyncrl.deploy.report.run_record import RunRecord, lengths_of, mean_shares, services_of
+from asyncrl.deploy.report.run_record import RunRecord, binned, lengths_of, mean_shares, services_of
 
 MAX_POINTS = 1000
 """Points of a line. More are averaged in bins, which bounds the size of the report."""
@@ -90,7 +89,7 @@ def _lines(curve: Curve, run: RunRecord, several: bool) -> Iterator[tuple[str, l
     for metric in curve.metrics:
         points = [(x, step[metric]) for x, step in zip(across, run.steps, strict=True) if _is_number(step.get(metric))]
         if points:
-            xs, ys = binned(points)
+            xs, ys = map(list, zip(*binned(points, MAX_POINTS), strict=True))
             name = metric.rpartition("/")[2] if len(curve.metrics) > 1 else ""
             yield (f"{run.name} {name}".strip() if several else name), xs, ys
 
@@ -105,14 +104,6 @@ def positions(run: RunRecord, across: str) -> list[float]:
         case "device-hours":
             return [seconds / 3600 * run.devices for seconds in run.seconds]
     raise ValueError(f"{across!r} is no axis of a report")
-
-
-def binned(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Returns the coordinates of at most MAX_POINTS points, each the mean of as many points that follow each other."""
-    size = math.ceil(len(points) / MAX_POINTS)
-    bins = [points[start : start + size] for start in range(0, len(points), size)]
-    means = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in bins]
-    return [x for x, _ in means], [y for _, y in means]
 
 
 def _chart(curve: Curve, lines: list[tuple[str, list[float], list[float]]], runs: Sequence[RunRecord]) -> Any:

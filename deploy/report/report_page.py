@@ -22,7 +22,15 @@ from asyncrl.deploy.report.curve_charts import (
     staleness_histogram,
     state_chart,
 )
-from asyncrl.deploy.report.run_record import RunRecord, acting_facts, newest_picture, policy_of
+from asyncrl.deploy.report.run_record import (
+    RunRecord,
+    acting_facts,
+    newest_picture,
+    numbers_of,
+    oldest_trained,
+    policy_of,
+    trained_per_second,
+)
 from asyncrl.deploy.report.sample_tokens import ShownToken, shown_tokens, signed_colour, token_decoder
 from asyncrl.deploy.report.worker_trace import Slice, WorkerTrace, read_trace
 from asyncrl.telemetry.jsonl import Object
@@ -126,9 +134,9 @@ def _language_facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:
         yield Fact("held out", tuple(_mean(run.evaluations[-1]) if _has_unnamed_set(run) else "-" for run in runs))
     for name in dict.fromkeys(name for run in runs for name in run.sets):
         yield Fact(f"held out, {name}", tuple(_mean(run.sets[name]) if name in run.sets else "-" for run in runs))
-    yield Fact("trained tokens", tuple(f"{_total(run, 'tokens/trained'):,.0f}" for run in runs))
-    yield Fact("trained tokens per second", tuple(_rate(run) for run in runs))
-    yield Fact("oldest trained token", tuple(f"{_largest(run, 'staleness/max'):.0f} versions" for run in runs))
+    yield Fact("trained tokens", tuple(f"{sum(numbers_of(run, 'tokens/trained')):,.0f}" for run in runs))
+    yield Fact("trained tokens per second", tuple(map(trained_per_second, runs)))
+    yield Fact("oldest trained token", tuple(map(oldest_trained, runs)))
 
 
 def _audit_result(run: RunRecord) -> str:
@@ -137,26 +145,10 @@ def _audit_result(run: RunRecord) -> str:
     return "holds" if run.audit.ok else "FAILS"
 
 
-def _numbers(run: RunRecord, metric: str) -> list[float]:
-    return [step[metric] for step in run.steps if step.get(metric) is not None]
-
-
 def _last_tenth(run: RunRecord, metric: str) -> str:
-    found = _numbers(run, metric)
+    found = numbers_of(run, metric)
     last = found[-max(1, len(found) // 10) :]
     return f"{sum(last) / len(last):.3f}" if last else "-"
-
-
-def _total(run: RunRecord, metric: str) -> float:
-    return sum(_numbers(run, metric))
-
-
-def _largest(run: RunRecord, metric: str) -> float:
-    return max(_numbers(run, metric), default=0.0)
-
-
-def _rate(run: RunRecord) -> str:
-    return f"{_total(run, 'tokens/trained') / run.seconds[-1]:,.0f}" if run.seconds[-1] else "-"
 
 
 def _has_unnamed_set(run: RunRecord) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import read
@@ -45,6 +46,17 @@ def mean_shares(steps: Sequence[Object], lengths: Sequence[float], service: str)
         state: sum(length * (step.get(f"time/{service}/{state}") or 0.0) for step, length in found) / total
         for state in ACCOUNTED
     }
+
+
+def binned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Returns at most so many points, each the mean of as many that follow each other."""
+    size = max(1, -(-len(points) // most))
+    bins = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in bins]
+
+
+def numbers_of(run: "RunRecord", metric: str) -> list[float]:
+    return [step[metric] for step in run.steps if step.get(metric) is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +174,9 @@ def acting_facts(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "evaluated", _evaluated(run)
     yield "steps of an episode, newest mean", _newest(run, "acting/length_mean")
     yield "trained transitions", _newest(run, "acting/transitions")
-    trained = sum(_numbers(run, "tokens/trained"))
-    yield "trained transitions per second", f"{trained / run.seconds[-1]:,.0f}" if run.seconds[-1] else "-"
-    yield "oldest trained transition", f"{max(_numbers(run, 'staleness/max'), default=0.0):.0f} versions"
-    yield "lost episodes", f"{sum(_numbers(run, 'environment/lost_episodes')):,.0f}"
+    yield "trained transitions per second", trained_per_second(run)
+    yield "oldest trained transition", oldest_trained(run)
+    yield "lost episodes", f"{sum(numbers_of(run, 'environment/lost_episodes')):,.0f}"
 
 
 def newest_picture(run: RunRecord) -> EpisodePicture | None:
@@ -178,12 +189,16 @@ def newest_picture(run: RunRecord) -> EpisodePicture | None:
     return EpisodePicture(int(newest.stem), f"data:image/gif;base64,{data}")
 
 
-def _numbers(run: RunRecord, metric: str) -> Sequence[float]:
-    return [step[metric] for step in run.steps if step.get(metric) is not None]
+def trained_per_second(run: RunRecord) -> str:
+    return f"{sum(numbers_of(run, 'tokens/trained')) / run.seconds[-1]:,.0f}" if run.seconds[-1] else "-"
+
+
+def oldest_trained(run: RunRecord) -> str:
+    return f"{max(numbers_of(run, 'staleness/max'), default=0.0):.0f} versions"
 
 
 def _newest(run: RunRecord, metric: str) -> str:
-    found = _numbers(run, metric)
+    found = numbers_of(run, metric)
     return f"{found[-1]:,.6g}" if found else "-"
 
 

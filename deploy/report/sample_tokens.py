@@ -32,33 +32,29 @@ class ShownToken:
     by_age: str
 
 
-def token_decoder(folders: Sequence[Path]) -> Decode | None:
-    """Returns a function that decodes a token, by the first of the folders with a tokenizer; None without one."""
-    for folder in folders:
-        if (path := folder / "tokenizer.json").is_file():
-            from tokenizers import Tokenizer
+def _tokenizer_of(folders: Sequence[Path]) -> "Tokenizer | None":
+    """Returns the tokenizer of the first of the folders that has one."""
+    path = next((path for folder in folders if (path := folder / "tokenizer.json").is_file()), None)
+    if path is None:
+        return None
+    from tokenizers import Tokenizer
 
-            return _decoder(Tokenizer.from_file(str(path)))
-    return None
+    return Tokenizer.from_file(str(path))
 
 
 def special_tokens(folders: Sequence[Path]) -> SpecialTokens:
     """Returns what shows answers with their special tokens, by the first of the folders with a tokenizer."""
-    for folder in folders:
-        if (path := folder / "tokenizer.json").is_file():
-            from tokenizers import Tokenizer
-
-            return _special_tokens(Tokenizer.from_file(str(path)))
-    return PLAIN
-
-
-def _special_tokens(tokenizer: "Tokenizer") -> SpecialTokens:
+    if (tokenizer := _tokenizer_of(folders)) is None:
+        return PLAIN
     names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     return SpecialTokens(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), tuple(names))
 
 
-def _decoder(tokenizer: "Tokenizer") -> Decode:
-    """A token alone loses the space before it in some tokenizers, so it is decoded after another one."""
+def token_decoder(folders: Sequence[Path]) -> Decode | None:
+    """Returns a function that decodes a token, by the first of the folders with a tokenizer; None without one. A token
+    alone loses the space before it in some tokenizers, so it is decoded after another one."""
+    if (tokenizer := _tokenizer_of(folders)) is None:
+        return None
     known: dict[int, str] = {}
 
     def decode(token: int) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.fork_client import Forks
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import RunRequest
 from asyncrl.deploy.run_setup import run
 from asyncrl.deploy.standalone_evaluation import Wanted, evaluate_run
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer

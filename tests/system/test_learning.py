@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.sources import load
 from asyncrl.controller.journal.audit import audit
 from asyncrl.deploy.process.fork_client import Forks
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import RunRequest
 from asyncrl.deploy.run_setup import run
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.jsonl import read_metrics

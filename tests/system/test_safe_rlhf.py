@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.audit import audit
 from asyncrl.controller.journal.checkpoints import MANIFEST
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import RunRequest
 from asyncrl.deploy.run_setup import run
 from asyncrl.deploy.standalone_evaluation import evaluate_run
 from asyncrl.errors import ConfigError

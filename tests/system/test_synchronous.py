@@ -12,7 +12,7 @@ from asyncrl.algorithms.algorithm_by_name import advantages_of
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.fork_client import Forks
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import RunRequest
 from asyncrl.deploy.run_setup import run
 from asyncrl.engines.generation.engine_interface import Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import read
 from asyncrl.deploy.report.dashboard.recorded_samples import LineTail, RecordedSamples
-from asyncrl.deploy.report.run_record import policy_of
+from asyncrl.deploy.report.run_record import binned, policy_of
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.launching.run_access import send_command
 from asyncrl.telemetry.display import ACTS, shown, skipped
@@ -64,7 +64,7 @@ class Curves:
         self.values.append(tuple(_number(metrics.get(metric)) for _, metric in ALL_CURVES))
 
     def shown(self) -> list[dict[str, Any]]:
-        """Returns the curves that have a number."""
+        """Returns the curves that have a number, with values of four digits."""
         found = []
         for number, (title, metric) in enumerate(ALL_CURVES):
             if (number >= len(CURVES)) != self.acts:
@@ -72,15 +72,9 @@ class Curves:
             pairs = zip(self.steps, self.values, strict=True)
             points = [(step, value) for step, values in pairs if (value := values[number]) is not None]
             if points:
-                found.append({"title": title, "metric": metric, "points": binned(points)})
+                binned_points = [[x, float(f"{y:.4g}")] for x, y in binned(points, MAX_POINTS)]
+                found.append({"title": title, "metric": metric, "points": binned_points})
         return found
-
-
-def binned(points: Sequence[tuple[float, float]]) -> list[list[float]]:
-    """Returns at most MAX_POINTS points, each the mean of as many that follow each other, to four digits."""
-    size = math.ceil(len(points) / MAX_POINTS)
-    bins = [points[start : start + size] for start in range(0, len(points), size)]
-    return [[sum(x for x, _ in part) / len(part), float(f"{sum(y for _, y in part) / len(part):.4g}")] for part in bins]
 
 
 def _number(value: object) -> float | None:

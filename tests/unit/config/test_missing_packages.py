@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import RunRequest
 from asyncrl.deploy.run_setup import run
 from asyncrl.errors import ConfigError
 from asyncrl.experiments import experiment_text

@@ -25,7 +25,7 @@ from asyncrl.deploy.preflight import (
     scoring_folders,
     step_callback,
 )
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import RunRequest
 from asyncrl.deploy.run_setup import run
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.lanes.bound_socket import bound_socket

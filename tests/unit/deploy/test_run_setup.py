@@ -25,8 +25,7 @@ from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy import run_setup
 from asyncrl.deploy.checks.run_prompts import read_prompts
 from asyncrl.deploy.process.interrupts import StopSignals
-from asyncrl.deploy.run_fleet import facts_of
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import RunRequest, facts_of
 from asyncrl.deploy.run_setup import (
     exhausted,
     nothing_left,

@@ -21,7 +21,7 @@ from asyncrl.deploy.checks.run_prompts import (
     read_prompts,
     with_steps_of_epochs,
 )
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.run_fleet import RunRequest
 from asyncrl.engines.models.warmed_up_model import build_tokenizer
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import load_prompts

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.deploy.commands.replayed_service import KeptRows, RecordedWorker, differences, steps_from
-from asyncrl.deploy.commands.smallest_batch import Condition, smallest
+from asyncrl.deploy.commands.replayed_service import Condition, smallest
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.data.recorder import RecordFiles, read_records

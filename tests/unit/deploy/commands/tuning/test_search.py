@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.deploy import cli
-from asyncrl.deploy.commands.tuning import trial_process, tune
+from asyncrl.deploy.commands.tuning import tune
+from asyncrl.deploy.commands.tuning import search
 from asyncrl.deploy.commands.tuning.search import (
     PairedDifference,
     Search,
@@ -27,7 +28,7 @@ from asyncrl.deploy.commands.tuning.search import (
     rungs,
     score,
 )
-from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
+from asyncrl.deploy.commands.tuning.search import CandidateRun
 from asyncrl.deploy.commands.tuning.tune import conclusion, table
 from asyncrl.errors import ConfigError, Interrupted
 
@@ -262,8 +263,8 @@ def test_a_run_that_fails_goes_on_once_unless_its_config_is_wrong(
             (tmp_path / "run/metrics.jsonl").write_text('{"step": 4}\n')
         return done[-1]
 
-    monkeypatch.setattr(trial_process, "_run_once", once)
-    assert trial_process.run_trial(run) == failure
+    monkeypatch.setattr(search, "_run_once", once)
+    assert search.run_trial(run) == failure
     assert len(done) == tries
 
 
@@ -295,7 +296,7 @@ def test_a_run_waits_for_the_one_that_a_killed_search_left(tmp_path: Path, monke
     monkeypatch.setattr("subprocess.Popen", Child)
     holder = threading.Thread(target=hold, args=(orphan,))
     holder.start()
-    assert trial_process._run_once(CandidateRun("quickstart", tmp_path, 4, [], {})) == 0
+    assert search._run_once(CandidateRun("quickstart", tmp_path, 4, [], {})) == 0
     holder.join()
     assert begun == [True]
 

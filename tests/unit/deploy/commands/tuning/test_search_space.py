@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.deploy.commands.tuning.search_space import Dimension, parse_space
+from asyncrl.deploy.commands.tuning.search import Dimension, parse_space
 from asyncrl.errors import ConfigError
 
 distributions = pytest.importorskip("optuna", reason="Optuna (extra `tune`) is not installed").distributions

@@ -10,21 +10,217 @@ Each rung costs about as many steps as the others (Jamieson and Talwalkar, Non-s
 hyperparameter optimization, AISTATS 2016, figure 1; Karnin et al., ICML 2013, with a share of 1/2).
 """
 
+import ctypes
 import fcntl
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from asyncrl.config.install_hints import install_extra
 from asyncrl.config.sources import load
-from asyncrl.deploy.commands.tuning.search_space import Values, optuna, parse_space, typed
-from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
-from asyncrl.errors import ConfigError
-from asyncrl.telemetry.jsonl import Object
+from asyncrl.config.sources.keys import advice, all_keys
+from asyncrl.errors import ConfigError, Interrupted
+from asyncrl.telemetry.jsonl import Object, read_metrics
+
+# The values among which a search chooses: `--search KEY=LOW..HIGH`, `KEY=LOW..HIGH:log` or `KEY=A,B,C`.
+
+Values = Mapping[str, Any]
+UNSEARCHED = {
+    "seed": "all candidates have the same seeds; --seeds says how many",
+    "steps": "all candidates are compared after the same steps; --stop-at says which is the last one",
+    "name": "a name changes nothing that is learnt",
+}
+"""Keys of which a search says nothing, and why."""
+
+
+class Dimension(NamedTuple):
+    """One key of a search. distribution: of Optuna, over a range, or over the numbers of the choices."""
+
+    key: str
+    distribution: Any
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """Returns all choices, or both ends of the range."""
+        return self.choices or (self.distribution.low, self.distribution.high)
+
+    def of(self, suggested: Any) -> Any:
+        """Returns the value of what Optuna proposes: numbers have three digits, so that a person can type them."""
+        if self.choices:
+            return self.choices[suggested]
+        return float(f"{suggested:.3g}") if isinstance(suggested, float) else suggested
+
+
+def typed(value: object) -> str:
+    """Returns a value as a flag has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def optuna() -> Any:
+    """Returns the module; raises ConfigError, with the command that installs it, where it is missing."""
+    try:
+        return import_module("optuna")
+    except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
+        raise ConfigError(f"Optuna is not installed; run: {install_extra('tune')}") from None
+
+
+def parse_space(texts: Sequence[str]) -> list[Dimension]:
+    """Parses a whole search. Raises ConfigError, also for a key that is given twice."""
+    space: dict[str, Dimension] = {}
+    for text in texts:
+        key, _, spec = text.partition("=")
+        if key in space:
+            raise ConfigError(f"--search: {key} is given twice; write all of its values in one")
+        try:
+            space[key] = _dimension(key, spec)
+        except ValueError as mistake:
+            raise ConfigError(f"--search {text}: {mistake}") from None
+    return list(space.values())
+
+
+def _dimension(key: str, spec: str) -> Dimension:
+    """Raises ValueError, which says what to write."""
+    if not spec:
+        raise ValueError("write KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C")
+    if key in UNSEARCHED or key not in all_keys():
+        raise ValueError(UNSEARCHED.get(key) or f"there is no key {key}; {advice(key)}")
+    kinds = {"integer", "number"}.intersection(all_keys()[key].kinds)
+    if kinds and ".." in spec:
+        return Dimension(key, _range(spec, whole="number" not in kinds))
+    choices = tuple(_toml(f"[{spec}]", [_toml(part, part) for part in spec.split(",")]))
+    if len(set(map(repr, choices))) < 2:
+        raise ValueError("a search needs two different values at least")
+    return Dimension(key, optuna().distributions.CategoricalDistribution(range(len(choices))), choices)
+
+
+def _range(spec: str, *, whole: bool) -> Any:
+    bounds, _, scale = spec.partition(":")
+    first, _, last = bounds.partition("..")
+    if scale not in ("", "log"):
+        raise ValueError(f"there is no scale {scale!r}; write LOW..HIGH or LOW..HIGH:log")
+    try:
+        low, high = map(int if whole else float, (first, last))
+    except ValueError:
+        raise ValueError(f"{first!r} and {last!r} must be {'integers' if whole else 'numbers'}") from None
+    if not -math.inf < low < high < math.inf:
+        raise ValueError("the first bound must be below the second one, and both finite")
+    if scale and low <= 0:
+        raise ValueError("a logarithmic range begins above 0")
+    kinds = optuna().distributions
+    return (kinds.IntDistribution if whole else kinds.FloatDistribution)(low, high, log=bool(scale))
+
+
+def _toml(text: str, otherwise: Any) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return otherwise
+
+
+# Trains one candidate with one seed up to a step, as `asyncrl run --stop-at` in a process of its own.
+
+QUIET = {"ASYNCRL_TELEMETRY__REPORT": "false", "ASYNCRL_TELEMETRY__TRACE": "false"}
+"""Keys of every trial, unless flags set them: one report shows the whole search."""
+MISTAKE = 2
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRun:
+    """One run of a search. flags: keys as typed; values: keys over them. last_step: where this run stops."""
+
+    experiment: str
+    run_dir: Path
+    last_step: int
+    flags: Sequence[str]
+    values: Values
+
+    @property
+    def lines(self) -> list[Object]:
+        """Returns the metrics of each step so far."""
+        path = self.run_dir / "metrics.jsonl"
+        return read_metrics(path) if path.exists() else []
+
+    @property
+    def is_trained(self) -> bool:
+        lines = self.lines
+        return bool(lines) and int(lines[-1]["step"]) >= self.last_step
+
+    @property
+    def output(self) -> Path:
+        """Returns the file with what the run printed."""
+        return self.run_dir.with_name(f"{self.run_dir.name}.log")
+
+    @property
+    def command(self) -> list[str]:
+        keys = [f"--{key}={typed(value)}" for key, value in self.values.items()]
+        stop = ["--run-dir", str(self.run_dir), "--stop-at", str(self.last_step)]
+        return [sys.executable, "-m", "asyncrl.deploy.cli", "run", self.experiment, *self.flags, *keys, *stop]
+
+
+def run_trial(run: CandidateRun) -> str:
+    """Trains up to the last step; returns "", or why it could not be trained. A run that fails without a mistake in its
+    config goes on once. Raises Interrupted when a signal came, which ends the run with a checkpoint."""
+    for _ in range(2):
+        if run.is_trained or _run_once(run) == MISTAKE:
+            break
+    if run.is_trained:
+        return ""
+    lines = run.output.read_text("utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("asyncrl: ") if lines else f"see {run.output}"
+
+
+def _run_once(run: CandidateRun) -> int:
+    """Returns the exit code. The run is no part of our terminal, and gets each signal from us. It begins when that of a
+    search that was killed has ended: the kernel tells it, and it ends with a checkpoint."""
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run.run_dir / "run.lock", "a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    received: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        received.append(number)
+        child.terminate()
+
+    with run.output.open("ab") as output:
+        child = subprocess.Popen(
+            run.command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**QUIET, **os.environ},
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise Interrupted("the search was interrupted")
+    return code
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+# The search itself: candidates, their scores, and who goes on.
 
 REQUEST = "request"
 ROUND = "round"

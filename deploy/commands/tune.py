@@ -14,9 +14,17 @@ from pathlib import Path
 from asyncrl.config.install_hints import program
 from asyncrl.config.sources import load
 from asyncrl.deploy.commands.command_parser import CommandParser, positive
-from asyncrl.deploy.commands.tuning.search import Search, SearchCandidate, SearchRequest, open_search, shown_values
-from asyncrl.deploy.commands.tuning.search_space import Dimension, parse_space, typed
-from asyncrl.deploy.commands.tuning.trial_process import run_trial
+from asyncrl.deploy.commands.tuning_search import (
+    Dimension,
+    Search,
+    SearchCandidate,
+    SearchRequest,
+    open_search,
+    parse_space,
+    run_trial,
+    shown_values,
+    typed,
+)
 from asyncrl.errors import ConfigError, Interrupted
 from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS
 

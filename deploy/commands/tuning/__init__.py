@@ -1,1 +1,0 @@
-"""`asyncrl tune`: a search over config keys with short runs, of which the better ones go on."""
