@@ -12,8 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.deploy.commands.replayed_service import KeptRows, RecordedWorker, differences, steps_from
-from asyncrl.deploy.commands.replayed_service import Condition, smallest
+from asyncrl.deploy.commands.replayed_service import (
+    Condition,
+    KeptRows,
+    RecordedWorker,
+    differences,
+    smallest,
+    steps_from,
+)
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.data.recorder import RecordFiles, read_records

@@ -7,9 +7,9 @@ import pytest
 
 from asyncrl.config.install_hints import program
 from asyncrl.deploy import cli
-from asyncrl.deploy.report.curve_charts import binned, positions, staleness_histogram, state_chart
+from asyncrl.deploy.report.curve_charts import positions, staleness_histogram, state_chart
 from asyncrl.deploy.report.report_page import facts, report_html, shown_samples
-from asyncrl.deploy.report.run_record import RunRecord, read_run
+from asyncrl.deploy.report.run_record import RunRecord, binned, read_run
 from asyncrl.deploy.run_setup import report_run
 from asyncrl.telemetry.logs import WarningFile
 from tests import golden
@@ -47,10 +47,11 @@ def test_axes_count_minutes_and_hours_of_all_devices(tmp_path: Path) -> None:
 
 
 def test_long_lines_are_averaged_in_bins() -> None:
-    xs, ys = binned([(float(n), float(n % 2)) for n in range(4000)])
-    assert len(xs) == len(ys) == 1000
-    assert (xs[0], ys[0]) == (1.5, 0.5)
-    assert binned([(1.0, 2.0)]) == ([1.0], [2.0])
+    points = binned([(float(n), float(n % 2)) for n in range(4001)], 1000)
+    assert len(points) <= 1000
+    assert (points[0], points[-1]) == ((2.0, 0.4), (4000.0, 0.0))
+    assert binned([(1.0, 2.0)], 1000) == [(1.0, 2.0)]
+    assert binned([], 1000) == []
 
 
 def test_shares_are_weighted_by_the_time_of_their_steps(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A whole search without training: a fake writes the metrics that a run would."""
+"""`asyncrl tune`: the values of a search as they are typed, and a whole search whose metrics a fake writes."""
 
 import fcntl
 import importlib.util
@@ -9,27 +9,29 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.deploy import cli
-from asyncrl.deploy.commands.tuning import tune
-from asyncrl.deploy.commands.tuning import search
-from asyncrl.deploy.commands.tuning.search import (
+from asyncrl.deploy.commands import tune, tuning_search
+from asyncrl.deploy.commands.tune import conclusion, table
+from asyncrl.deploy.commands.tuning_search import (
+    CandidateRun,
+    Dimension,
     PairedDifference,
     Search,
     SearchCandidate,
     SearchRequest,
     open_search,
+    optuna,
     paired,
+    parse_space,
     rungs,
     score,
 )
-from asyncrl.deploy.commands.tuning.search import CandidateRun
-from asyncrl.deploy.commands.tuning.tune import conclusion, table
 from asyncrl.errors import ConfigError, Interrupted
 
 needs_optuna = pytest.mark.skipif(
@@ -263,8 +265,8 @@ def test_a_run_that_fails_goes_on_once_unless_its_config_is_wrong(
             (tmp_path / "run/metrics.jsonl").write_text('{"step": 4}\n')
         return done[-1]
 
-    monkeypatch.setattr(search, "_run_once", once)
-    assert search.run_trial(run) == failure
+    monkeypatch.setattr(tuning_search, "_run_once", once)
+    assert tuning_search.run_trial(run) == failure
     assert len(done) == tries
 
 
@@ -296,7 +298,7 @@ def test_a_run_waits_for_the_one_that_a_killed_search_left(tmp_path: Path, monke
     monkeypatch.setattr("subprocess.Popen", Child)
     holder = threading.Thread(target=hold, args=(orphan,))
     holder.start()
-    assert search._run_once(CandidateRun("quickstart", tmp_path, 4, [], {})) == 0
+    assert tuning_search._run_once(CandidateRun("quickstart", tmp_path, 4, [], {})) == 0
     holder.join()
     assert begun == [True]
 
@@ -354,3 +356,69 @@ def test_one_seed_is_never_clear() -> None:
     assert found == PairedDifference(0.5, None)
     assert not found.is_clear
     assert not PairedDifference(0.2, 0.1).is_clear
+
+
+# The values of a search as they are typed, and mistakes in them.
+
+
+RATE = "training.learning_rate"
+
+
+def parse_dimension(text: str) -> Dimension:
+    (found,) = parse_space([text])
+    return found
+
+
+def is_range(found: Dimension, expected: Any) -> bool:
+    return bool(found.distribution == expected) and found.ends == (expected.low, expected.high)
+
+
+@needs_optuna
+def test_ranges_and_choices() -> None:
+    distributions = optuna().distributions
+    rates = distributions.FloatDistribution(1e-5, 1e-3, log=True)
+    assert is_range(parse_dimension(f"{RATE}=1e-5..1e-3:log"), rates)
+    assert is_range(parse_dimension("staleness.limit=0..4"), distributions.IntDistribution(0, 4))
+    assert parse_dimension("staleness.policy=mask,drop").choices == ("mask", "drop")
+    assert parse_dimension("training.gradient_checkpointing=true,false").choices == (True, False)
+    assert parse_dimension(f"{RATE}=1e-4,3e-4").ends == (1e-4, 3e-4)
+    assert parse_dimension("training.betas=[0.9, 0.99],[0.8, 0.9]").choices == ([0.9, 0.99], [0.8, 0.9])
+    assert parse_dimension("task.prompts=../a.jsonl,../b.jsonl").choices == ("../a.jsonl", "../b.jsonl")
+    assert parse_dimension('task.system="one, two",three').choices == ('"one', ' two"', "three")
+    assert parse_dimension('task.system="one, two","three"').choices == ("one, two", "three")
+
+
+@needs_optuna
+def test_values_can_be_typed_again() -> None:
+    assert parse_dimension(f"{RATE}=1e-5..1e-3:log").of(0.000123456) == 0.000123
+    assert parse_dimension("staleness.policy=mask,drop").of(1) == "drop"
+    assert parse_dimension("staleness.limit=0..4").of(3) == 3
+
+
+@needs_optuna
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (RATE, "write KEY=LOW..HIGH"),
+        (f"{RATE}=", "write KEY=LOW..HIGH"),
+        ("training.learning_rat=1..2", "did you mean training.learning_rate"),
+        ("staleness.policy=1..2", "two different values"),
+        ("seed=3,4", "all candidates have the same seeds"),
+        ("steps=2,4", "compared after the same steps"),
+        (f"{RATE}=1..2:square", "no scale 'square'"),
+        ("staleness.limit=0.5..2", "must be integers"),
+        (f"{RATE}=a..b", "must be numbers"),
+        (f"{RATE}=2..1", "below the second"),
+        (f"{RATE}=0..1:log", "begins above 0"),
+        ("staleness.policy=mask,mask", "two different values"),
+    ],
+)
+def test_mistakes_say_what_to_write(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_dimension(text)
+
+
+@needs_optuna
+def test_a_key_is_given_once() -> None:
+    with pytest.raises(ConfigError, match=f"{RATE} is given twice"):
+        parse_space([f"{RATE}=1..2", f"{RATE}=2..3"])
