@@ -129,6 +129,7 @@ def workplace(tmp_path: Path, letter_model: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(run_setup, "forks_of", lambda *_: nullcontext())
     monkeypatch.setattr(fork_client, "forks_of", lambda *_: nullcontext())
     monkeypatch.setattr(fork_client, "early_forks", nullcontext)
+    monkeypatch.setattr("asyncrl.deploy.preflight.try_containment", lambda *layers: None)
     monkeypatch.setattr(doctor, "machine_checks", list)
     monkeypatch.setattr(doctor, "fork_check", lambda: Check("forked workers", "ok", ""))
     return tmp_path

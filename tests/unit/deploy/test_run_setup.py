@@ -218,14 +218,6 @@ def test_rows_that_a_function_made_without_tests_are_refused_before_workers_star
     read_prompts(order(tmp_path, **named).config)
 
 
-def test_rows_from_python_have_tests_too_where_programs_are_tested(directory: RunDirectory) -> None:
-    request = order(directory.path, reward={"functions": ["passes_tests"]})
-    with pytest.raises(
-        TaskError, match=r"^task\.prompts: the rows given as prompts, row 1: the row has no column tests"
-    ):
-        read_prompts(request.config, request.prompts)
-
-
 def test_of_many_rows_made_on_demand_only_the_first_are_checked(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MADE)
     config = order(tmp_path, task={"prompts": f"{tmp_path}/mine.py:endless"}, reward={"functions": ["passes_tests"]})

@@ -161,11 +161,6 @@ def test_an_export_names_each_token_at_which_the_run_ended_answers(
     assert found(folder)[1] == []
 
 
-@pytest.mark.parametrize("eos", [[2, 4], [4], 4])
-def test_several_ends_of_a_generation_config_count(tmp_path: Path, eos: Any) -> None:
-    assert found(written(tmp_path, tokenizer(CHATML), eos)) == ([], [])
-
-
 def test_a_folder_without_any_end_is_told(tmp_path: Path) -> None:
     folder = written(tmp_path, tokenizer(eos=None), None)
     errors, (warning,) = found(folder)

@@ -14,7 +14,7 @@ from asyncrl.deploy import cli
 from asyncrl.deploy.commands import run
 from asyncrl.deploy.process import fork_client
 from asyncrl.deploy.process.fork_client import Forks
-from asyncrl.errors import ConfigError, Interrupted
+from asyncrl.errors import Interrupted
 
 TOML = """\
 [model]
@@ -130,5 +130,3 @@ def test_an_interrupt_that_the_run_does_not_handle_names_the_command(
 def test_the_same_flag_may_stand_twice_only_for_lists() -> None:
     request = run.parse(["quickstart", "--generation.stop", "a", "--generation.stop", "b"])
     assert request.flags == ["--generation.stop", "a", "--generation.stop", "b"]
-    with pytest.raises(ConfigError):
-        run.parse(["--seed", "3"])

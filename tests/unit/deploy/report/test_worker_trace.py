@@ -26,8 +26,11 @@ class TracedFleet:
 
     def __init__(self, logs: Path) -> None:
         self.clock = Clock()
-        self.generator = Tracer(logs / "generation0.0-0-ab.trace.jsonl", "generation0.0", self.clock)
-        self.trainer = Tracer(logs / "training0.0-0-cd.trace.jsonl", "training0.0", self.clock)
+        self.generator = Tracer(logs / "generation0.0-0-ab.trace.jsonl", "generation0.0", self.clock, self._since_1970)
+        self.trainer = Tracer(logs / "training0.0-0-cd.trace.jsonl", "training0.0", self.clock, self._since_1970)
+
+    def _since_1970(self) -> float:
+        return 1e9 + self.clock.seconds
 
     def span(self, tracer: Tracer, name: str, seconds: float, flow: str = "", **args: Any) -> None:
         with tracer.span(name, **args):
