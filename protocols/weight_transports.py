@@ -25,7 +25,7 @@ class Transport:
     same_device: both ends are on one GPU (True), or each has its own (False). listens: the trainer's end answers calls,
     so it is opened on the event loop. needs_ranks: trainer and worker are a pair of ranks. encodes: by `weights.codec`.
     in_folder: into `weights.folder`. in_shm: in /dev/shm. offered, taken: versions that the trainer holds, and each
-    reader, besides those in place. packages: one of them has to be installed; a hint names the last.
+    reader, besides those in place. package: a module that has to be installed.
     """
 
     way: str = ""
@@ -39,11 +39,11 @@ class Transport:
     in_shm: bool = False
     offered: int = 0
     taken: int = 0
-    packages: tuple[str, ...] = ()
+    package: str = ""
 
 
 IN_PLACE = Transport("two slots: the trainer writes version v+1 beside v, which generation reads")
-ON_GPU = replace(IN_PLACE, way=IN_PLACE.way.replace("slots", "slots on the GPU"), on="gpu", packages=("cupy",))
+ON_GPU = replace(IN_PLACE, way=IN_PLACE.way.replace("slots", "slots on the GPU"), on="gpu", package="cupy")
 PULLED = Transport(
     "encrypted parts, which generation pulls beside version v", listens=True, offered=BUFFERS, taken=SLOTS
 )
@@ -58,6 +58,6 @@ TRANSPORTS = {
     "file": replace(COPIED, in_folder=True),
     "cuda_ipc": replace(ON_GPU, same_host=True, same_device=True, offered=SLOTS),
     "gloo": replace(PAIR, way=PAIRS.format("gloo"), on="cpu"),
-    "nccl": replace(PAIR, way=PAIRS.format("NCCL"), on="gpu", same_device=False, packages=("nccl", "cupy")),
+    "nccl": replace(PAIR, way=PAIRS.format("NCCL"), on="gpu", same_device=False, package="nccl"),
 }
 """Transports by the values of `weights.transport`, and `inproc`."""

@@ -203,17 +203,16 @@ def _has_parquet(spec: str) -> bool:
 
 
 def _of_training(config: "Config") -> Iterator[Requirement]:
-    """Yields what an optimizer needs, and weights between GPUs; for NCCL either of two bindings. What joins has its
-    packages on its own host."""
+    """Yields what an optimizer needs, and weights between GPUs. What joins has its packages on its own host."""
     optimizer = config.training.optimizer
     named = config.weights.transport
     joined = config.fleet.joined
     if optimizer == "adamw8bit" and "training" not in joined:
         yield ("training.optimizer", optimizer, "bitsandbytes", install_extra("bitsandbytes"))
     ends = ["training", "generation", *(["evaluation"] if config.evaluate.is_on else [])]
-    *others, usual = TRANSPORTS[named].packages or [""]
-    if usual and not any(map(find_spec, others)) and any(end not in joined for end in ends):
-        yield ("weights.transport", named, usual, install_extra(_cuda_extra()))
+    package = TRANSPORTS[named].package
+    if package and any(end not in joined for end in ends):
+        yield ("weights.transport", named, package, install_extra(_cuda_extra()))
 
 
 def _cuda_extra() -> str:

@@ -16,7 +16,7 @@ import torch
 from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results
 from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.lanes.weights.transports.communicator import RECEIVER, TRAINER, Backend, OwnerThread
-from asyncrl.lanes.weights.transports.nccl import NcclBackend, nccl_library
+from asyncrl.lanes.weights.transports.nccl import Nccl4py, NcclBackend
 
 SWITCH = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 CTAS = (4, 8, 16)
@@ -116,7 +116,7 @@ def _run_ranks(bench: BenchDevice, variables: dict[str, str]) -> Results:
 def main() -> None:
     device = sys.argv[1]
     sizes = list(map(int, sys.argv[2:]))
-    backend = NcclBackend(nccl_library(device))
+    backend = NcclBackend(Nccl4py(device))
     number, _, meeting = sys.stdin.readline().strip().partition(" ")
     if not meeting:
         meeting = backend.invite()

@@ -10,7 +10,7 @@ import torch
 from asyncrl.bench.gpu.bench_device import BenchDevice, Results
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.arena import open_reader, open_writer
-from asyncrl.lanes.weights.slot_memory import WeightsSpec, block_views
+from asyncrl.lanes.weights.slot_memory import WeightsSpec, views
 
 ROWS = 4096
 COLUMNS = 4096
@@ -141,11 +141,11 @@ def update_cost(bench: BenchDevice) -> Results:
     source = bench.block(spec.size)
     target = bench.block(spec.size)
     host = torch.zeros(spec.size, dtype=torch.uint8)
-    views, parameters, of_host = (block_views(block, spec) for block in (source, target, host))
+    in_place, parameters, of_host = (views(block, spec) for block in (source, target, host))
     model = [torch.nn.Parameter(parameters[name]) for name in parameters]
 
     def flip() -> None:
-        for parameter, view in zip(model, views.values(), strict=True):
+        for parameter, view in zip(model, in_place.values(), strict=True):
             parameter.data = view
 
     def copy_each(tensors: dict[str, torch.Tensor]) -> None:
@@ -155,6 +155,6 @@ def update_cost(bench: BenchDevice) -> Results:
     return {
         "flip_ms": 1e3 * bench.fastest(flip),
         "one_copy_ms": 1e3 * bench.fastest(lambda: target.copy_(source)),
-        "copy_of_each_tensor_ms": 1e3 * bench.fastest(lambda: copy_each(views)),
+        "copy_of_each_tensor_ms": 1e3 * bench.fastest(lambda: copy_each(in_place)),
         "copy_of_each_from_host_ms": 1e3 * bench.fastest(lambda: copy_each(of_host)),
     }

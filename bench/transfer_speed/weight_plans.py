@@ -126,11 +126,11 @@ def result_rows(planned: PlannedTransfer, bound: int) -> list[tuple[str, str]]:
             f"{_gb(int(traffic.relayed.sum()))}, the largest {_gb(int(traffic.relayed.max()))}; up to {plan.copies} "
             "copies leave the trainer",
         ),
-        ("operations", f"{plan.operations:,} boxes in {1 + plan.tensors[-1].wave} waves"),
         ("plan", f"{planned.seconds * 1e3:.1f} ms of CPU, digest {plan.digest[:16]}"),
         (
             f"schedule of rank {traffic.holders[0]}",
-            f"{seconds * 1e3:.1f} ms of CPU, {parts:,} boxes in {len(schedule.sends):,} buckets to send",
+            f"{seconds * 1e3:.1f} ms of CPU, {parts:,} boxes in {len(schedule.sends):,} buckets to send "
+            f"in {1 + plan.tensors[-1].wave} waves",
         ),
     ]
 

@@ -16,10 +16,11 @@ from asyncrl.controller.journal.journal import FRAME, encode
 from asyncrl.lanes.data.row_reader import FETCH
 from asyncrl.protocols.messages import Call, FileTree, ListedFile
 from tests.fuzz.all_targets import TARGETS
+from tests.fuzz.long import UNGUIDED
 from tests.fuzz.targets import RECORDS, framed, frames_of, joined
 
 HERE = Path(__file__).parent
-INPUTS = 500
+INPUTS = 100
 WHERE = st.floats(0, 1, exclude_max=True)
 EDITS = st.lists(st.tuples(st.integers(0, 4), WHERE, WHERE, st.binary(min_size=1, max_size=8)), min_size=1, max_size=5)
 
@@ -105,6 +106,7 @@ def test_what_was_once_a_defect_stays_mended(name: str, data: bytes) -> None:
         found(data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_memory_does_not_grow_with_the_number_of_inputs(name: str) -> None:
     """By less than a byte for each byte read; the first round fills pools and caches."""
@@ -125,9 +127,12 @@ def resident_after(target: Any, inputs: list[bytes], rounds: int) -> int:
         for data in inputs:
             target(data)
         gc.collect()
-    return resident()
-
-
-def resident() -> int:
-    """Bytes of memory in use by this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_the_long_mode_takes_all_targets() -> None:
+    lines = (HERE.parents[1] / "scripts" / "fuzz").read_text().splitlines()
+    (every,) = [line for line in lines if line.startswith("all=(")]
+    (unguided,) = [line for line in lines if line.startswith("unguided=")]
+    assert every.removeprefix("all=(").removesuffix(")").split() == [*TARGETS]
+    assert unguided.removeprefix('unguided="').removesuffix('"').split() == [*UNGUIDED]

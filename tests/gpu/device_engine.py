@@ -19,7 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.lanes.weights.slot_memory import DTYPES
-from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, CupyRuntime, DeviceReader
+from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, CupyRuntime, open_device_reader
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 
@@ -120,7 +120,7 @@ def answer_orders(folder: Path, device: str, cuda: CudaRuntime) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         published = Published(**order["published"])
-        reader = reader or DeviceReader(published, engine.spec, cuda)
+        reader = reader or open_device_reader(published, engine.spec, cuda)
         tensors = reader.tensors(published)
         engine.load(tensors, published.version, share=True)
         reader.check(published)

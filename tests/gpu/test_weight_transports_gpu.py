@@ -17,7 +17,7 @@ import torch
 from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer, NotMeasured
 from asyncrl.bench.gpu.nccl_ranks import nccl_on_one_device
 from asyncrl.lanes.weights.slot_memory import DTYPES, WeightsSpec
-from asyncrl.lanes.weights.transports.device_arena import CupyRuntime, DeviceWriter
+from asyncrl.lanes.weights.transports.device_arena import CupyRuntime, open_device_writer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -28,13 +28,13 @@ READ = """
 import json, sys
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.lanes.weights.transports.device_arena import CupyRuntime
-from asyncrl.lanes.weights.transports.device_arena import DeviceReader
+from asyncrl.lanes.weights.transports.device_arena import open_device_reader
 from asyncrl.protocols.messages import Published
 spec = WeightsSpec.of({name: tuple(shape) for name, shape in json.loads(sys.argv[1]).items()}, sys.argv[2])
 reader = None
 for line in sys.stdin:
     published = Published(**json.loads(line))
-    reader = reader or DeviceReader(published, spec, CupyRuntime("cuda:0"))
+    reader = reader or open_device_reader(published, spec, CupyRuntime("cuda:0"))
     tensors = reader.tensors(published)
     reader.check(published)
     print(*(float(tensor.double().sum()) for tensor in tensors.values()), tensors["norm.weight"].device, flush=True)
@@ -49,7 +49,7 @@ def packages() -> None:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_another_process_reads_every_version_on_the_device(dtype: str) -> None:
     spec = WeightsSpec.of(SHAPES, dtype)
-    writer = DeviceWriter(f"asyncrl-test-{uuid4().hex[:12]}", spec, CupyRuntime("cuda:0"))
+    writer = open_device_writer(f"asyncrl-test-{uuid4().hex[:12]}", spec, CupyRuntime("cuda:0"))
     command = [sys.executable, "-c", READ, json.dumps(SHAPES), dtype]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -16,8 +16,8 @@ import torch
 
 from asyncrl.engines.generation.engine_interface import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.lanes.weights.slot_memory import block_views, new_block, spec_of, with_aliases
-from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, DeviceWriter
+from asyncrl.lanes.weights.slot_memory import new_block, spec_of, views, with_aliases
+from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, open_device_writer
 from tests.gpu.device_engine import (
     TOLERANCE,
     changed_models,
@@ -46,7 +46,7 @@ def test_running_samples_flip_between_two_slots_of_the_device(
     folder = model_folder("llama-tied")
     engine = TorchEngine(folder, engine_config(device, dtype, kv=kv), NO_WEIGHTS)
     models = changed_models(folder, device, dtype, 3)
-    slots = [with_aliases(block_views(new_block(engine.spec, device), engine.spec), engine.spec) for _ in range(2)]
+    slots = [with_aliases(views(new_block(engine.spec, device), engine.spec), engine.spec) for _ in range(2)]
     engine.submit(*requests())
     done = []
     for version, model in enumerate(models):
@@ -74,7 +74,7 @@ def test_an_engine_in_another_process_flips_in_the_memory_of_the_trainer(
     """Nothing is copied: parameters of the engine are views of what the trainer allocated."""
     folder = model_folder("llama-tied")
     models = changed_models(folder, device, "float32", 3)
-    writer = DeviceWriter(f"asyncrl-test-{uuid4().hex[:12]}", spec_of(models[0], "float32"), cuda)
+    writer = open_device_writer(f"asyncrl-test-{uuid4().hex[:12]}", spec_of(models[0], "float32"), cuda)
     command = [sys.executable, "-m", "tests.gpu.device_engine", str(folder), device]
     engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     found: list[dict[str, Any]] = []

@@ -27,11 +27,7 @@ from asyncrl.engines.models.lora import read_adapters
 from asyncrl.errors import Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
-from asyncrl.lanes.weights.arena import Reader
-from asyncrl.lanes.weights.transports.device_arena import RegisteredArena
 from asyncrl.lanes.weights.transports.transport_ends import WeightReceiver, open_receiver
-from asyncrl.lanes.weights.transports.weight_files import FileReceiver
-from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published
 
@@ -149,8 +145,8 @@ class TorchGeneration(RunsTorchEngine):
 
     async def begin_again(self) -> None:
         """Forgets all requests and the weights, whose next version comes from another trainer. Raises Refused where
-        weights come through a group of ranks: what such a receiver has open ends with its process."""
-        if not isinstance(self._receiver, Reader | RegisteredArena | FileReceiver | StreamReceiver | None):
+        what the receiver has open ends with its process."""
+        if self._receiver is not None and not self._receiver.reopens:
             raise Refused(f"{self._worker.spec.instance} receives weights from one trainer only")
         self._aborted = []
         self._released = []

@@ -18,7 +18,6 @@ from asyncrl.config.sections.training_config import AnyLayout
 from asyncrl.engines.models.model_families import PACKING, can_pack, refusal_of_sharing
 from asyncrl.engines.models.model_shape import described
 from asyncrl.engines.models.prompt_pictures import WITH_PICTURES
-from asyncrl.lanes.weights.plan.regrouping import Regrouping
 from asyncrl.protocols.rank_layout import Layout
 
 STAGED = ("llama", "qwen2", "qwen3")
@@ -118,7 +117,7 @@ def sampling_ranks(config: Config) -> list[list[int]]:
     generation = config.generation
     copies = trained.size // (trained.pp * trained.tp)
     layout = Layout(trained.pp, trained.tp, copies, generation.layout.pp, generation.layout.tp)
-    return Regrouping(layout).replicas()
+    return layout.generation_replicas()
 
 
 def _undivided(axis: str, shape: Mapping[str, Any], names: Sequence[str], ranks: int) -> str:

@@ -51,7 +51,7 @@ class WeightGathering:
     from other ranks."""
 
     def __init__(self, regrouping: Regrouping, rank: int, group: Ranks, stages: Collection[int] | None = None) -> None:
-        members = next(ranks for ranks in regrouping.gathering() if rank in ranks)
+        members = next(ranks for ranks in regrouping.layout.groups("gathering") if rank in ranks)
         assert group.size == len(members), f"{group.size} ranks connected where {len(members)} gather"
         self._cells = [(at.pp, at.tp) for at in map(regrouping.layout.place, members)]
         needed = regrouping.needed(rank) if stages is None else [(stage, 0) for stage in stages]

@@ -13,9 +13,10 @@ import asyncio
 import struct
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
+from io import BufferedIOBase
 from math import prod
 from operator import attrgetter
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 import numpy as np
@@ -347,6 +348,43 @@ class _MessageCodec:
 
 _CODECS = tuple(_MessageCodec(_FIRST_TYPE + index, cls) for index, cls in enumerate(WIRE_TYPES))
 _CODEC_OF = dict(zip(WIRE_TYPES, _CODECS, strict=True))
+
+
+# ---- values in files: number of frames u32 | length u64 of each | frames; and so on ------------------------------
+
+MOST_FRAMES = 65_536
+_COUNT = struct.Struct(">I")
+_LENGTH = struct.Struct(">Q")
+
+
+class EndsEarly(WireError):
+    """A file ends in the midst of a value."""
+
+
+def encode_for_file(value: Any) -> bytes:
+    """Returns the bytes that `next_in_file` reads. Raises what `encode` raises."""
+    frames = encode(value)
+    return b"".join([_COUNT.pack(len(frames)), *(_LENGTH.pack(len(frame)) for frame in frames), *frames])
+
+
+def next_in_file(file: BufferedIOBase | BinaryIO) -> Any:
+    """Returns the next value of a file, None at its end. Raises EndsEarly, and WireError for what is no such file."""
+    if not (head := file.read(_COUNT.size)):
+        return None
+    (count,) = _COUNT.unpack(_whole(head, _COUNT.size))
+    if not 0 < count <= MOST_FRAMES:
+        raise WireError(f"a value of {count} frames: this is no file of records or rows")
+    table = _whole(file.read(count * _LENGTH.size), count * _LENGTH.size)
+    lengths = [length for (length,) in _LENGTH.iter_unpack(table)]
+    if sum(lengths) > LIMIT_BYTES:
+        raise WireError(f"a value of {sum(lengths)} bytes: this is no file of records or rows")
+    return decode([_whole(file.read(length), length) for length in lengths])
+
+
+def _whole(data: bytes, size: int) -> bytes:
+    if len(data) != size:
+        raise EndsEarly(f"a file ends after {len(data)} of {size} bytes")
+    return data
 
 
 # ---- the numbers of a connection's messages ----------------------------------------------------------------------

@@ -8,27 +8,22 @@ Each file begins with ("worker", specification as JSON).
 """
 
 import asyncio
-import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from io import BufferedIOBase
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from asyncrl.errors import WireError
-from asyncrl.lanes.control.message_codec import decode, encode
+from asyncrl.lanes.control.message_codec import EndsEarly, encode_for_file, next_in_file
 from asyncrl.lanes.control.server import Dispatch
 from asyncrl.lanes.data.row_reader import Cells, RowReader
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, SampleName
 from asyncrl.protocols.messages import Call
 
-# Files of records: values in the encoding of messages, appended by a thread, with a bound on their bytes.
-#
-#     RUN_DIR/recorded/INSTANCE.0000, INSTANCE.0001, ...: number of frames u32 | length u64 of each | frames; and so on
+# Files of records, RUN_DIR/recorded/INSTANCE.0000 and so on, are appended by a thread, with a bound on their bytes.
 #
 # When the files of a worker, of all its instances, would exceed the bound, the oldest is removed; each begins with
 # the same record. A file that its process did not finish ends in the midst of a record, which readers leave out.
@@ -38,9 +33,6 @@ FILES = 8
 """Files of a worker at its bound: with the oldest, an eighth of what is known is forgotten."""
 MOST_WAITING = 64 << 20
 """Bytes that may wait for the disk; calls are answered later when there are more."""
-MOST_FRAMES = 65_536
-_COUNT = struct.Struct(">I")
-_LENGTH = struct.Struct(">Q")
 
 
 class RecordFiles:
@@ -56,7 +48,7 @@ class RecordFiles:
         self._folder = folder
         self._instance = instance
         self._most_bytes = most_bytes
-        self._first = _encoded(first)
+        self._first = encode_for_file(first)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recording")
         self._waiting = 0
         self._room = asyncio.Event()
@@ -67,7 +59,7 @@ class RecordFiles:
         """Takes a record without waiting for the disk. Arrays of the value are copied."""
         if self.failure:
             return
-        data = _encoded(value)
+        data = encode_for_file(value)
         self._waiting += len(data)
         loop = asyncio.get_running_loop()
         self._thread.submit(self._write, data).add_done_callback(
@@ -119,11 +111,6 @@ class RecordFiles:
         return file
 
 
-def _encoded(value: Any) -> bytes:
-    frames = encode(value)
-    return b"".join([_COUNT.pack(len(frames)), *(_LENGTH.pack(len(frame)) for frame in frames), *frames])
-
-
 def is_whole(folder: Path, instance: str) -> bool:
     """Returns whether no file of an instance was removed."""
     return (folder / f"{instance}.0000").exists()
@@ -137,24 +124,9 @@ def recorded_instances(folder: Path) -> list[str]:
 def read_records(folder: Path, instance: str) -> Iterator[Any]:
     """Yields the records of an instance in order. Raises WireError for a file that holds something else."""
     for path in sorted(folder.glob(f"{instance}.[0-9]*")):
-        with path.open("rb") as file:
-            yield from _records(file)
-
-
-def _records(file: BufferedIOBase | BinaryIO) -> Iterator[Any]:
-    while len(head := file.read(_COUNT.size)) == _COUNT.size:
-        (count,) = _COUNT.unpack(head)
-        if not 0 < count <= MOST_FRAMES:
-            raise WireError(f"a record of {count} frames: this is no file of records")
-        table = file.read(count * _LENGTH.size)
-        if len(table) < count * _LENGTH.size:
-            return
-        frames = []
-        for (length,) in _LENGTH.iter_unpack(table):
-            frames.append(file.read(length))
-            if len(frames[-1]) < length:
-                return
-        yield decode(frames)
+        with path.open("rb") as file, suppress(EndsEarly):
+            while (record := next_in_file(file)) is not None:
+                yield record
 
 
 REPLAYED: Mapping[str, tuple[str, ...]] = {

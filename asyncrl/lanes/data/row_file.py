@@ -1,12 +1,10 @@
 """Rows in a file: a checkpoint saves those of READY samples, and a resume stores them again.
 
-A file is a row of parts, each: number of frames u32 | length u64 of each frame | the frames of (references, columns),
-as `asyncrl/lanes/control/message_codec.py` encodes them.
+A file is a row of parts, each (references, columns), as `asyncrl/lanes/control/message_codec.py` writes values.
 """
 
 import asyncio
 import os
-import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -15,8 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from asyncrl.errors import ALL_SLOTS, LostRows, WireError
-from asyncrl.lanes.control.message_codec import decode, encode
-from asyncrl.lanes.data.row_store import MAX_COLUMNS
+from asyncrl.lanes.control.message_codec import encode_for_file, next_in_file
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Place, RowRef, SampleName
 
 READY_ROWS = "ready.rows"
@@ -32,11 +29,6 @@ MOST_SECONDS = 30.0
 PART_TOKENS = 1 << 18
 PART_ROWS = 1024
 """Tokens and rows of a part, at least one row: some 5 MB, which are encoded in milliseconds."""
-
-_COUNT = struct.Struct(">I")
-_LENGTH = struct.Struct(">Q")
-_MOST_FRAMES = 1 + 2 * MAX_COLUMNS
-"""A header, and values and offsets of each column."""
 
 Run = Callable[..., Awaitable[Any]]
 """Runs a function with its arguments where an event loop may wait for a disk: `asyncio.to_thread`."""
@@ -101,8 +93,7 @@ class RowFileWriter:
 
     def _write(self, part: BatchRef, rows: Batch) -> bool:
         """Writes a part; returns False, with nothing written, if the file would have too many bytes."""
-        frames = encode((part, rows))
-        data = b"".join([_COUNT.pack(len(frames)), *(_LENGTH.pack(len(frame)) for frame in frames), *frames])
+        data = encode_for_file((part, rows))
         if self._size + len(data) > self.most_bytes:
             return False
         self.file.write(data)
@@ -167,22 +158,9 @@ async def store_again(
 
 
 def _next_part(file: BufferedIOBase) -> tuple[BatchRef, Batch] | None:
-    if not (head := file.read(_COUNT.size)):
-        return None
-    (count,) = _COUNT.unpack(_whole(head, _COUNT.size))
-    if count > _MOST_FRAMES:
-        raise WireError(f"a part of {count} frames in a file of rows")
-    lengths = [_LENGTH.unpack(_whole(file.read(_LENGTH.size), _LENGTH.size))[0] for _ in range(count)]
-    if sum(lengths) > MOST_BYTES:
-        raise WireError(f"a part of {sum(lengths)} bytes in a file of rows")
-    value = decode([_whole(file.read(length), length) for length in lengths])
-    match value:
+    match next_in_file(file):
+        case None:
+            return None
         case (BatchRef() as refs, Batch() as rows) if len(refs) == len(rows):
             return refs, rows
     raise WireError("a part of a file of rows is not (references, columns)")
-
-
-def _whole(data: bytes, size: int) -> bytes:
-    if len(data) != size:
-        raise WireError(f"a file of rows ends after {len(data)} of {size} bytes")
-    return data

@@ -171,10 +171,6 @@ HIGHEST = 119
 """Exponents of a block: weights below 448 * 2^-100 keep absolute, not relative, precision; 448 * 2^119 is the range of
 float32."""
 
-RELATIVE_ERROR = 2**-4 + 2**-8
-SPACING = 2.0**-10
-"""Half the distance of the smallest codes."""
-
 _RAW_DEFLATE = -15
 
 
@@ -203,13 +199,6 @@ def decode_fp8(data: Bytes, target: Bytes, dtype: torch.dtype) -> None:
     values = _values()[codes] * np.repeat(scales, BLOCK)[:elements]
     if elements:  # torch cannot view empty memory as another dtype.
         torch.from_numpy(target).view(dtype).copy_(torch.from_numpy(values))
-
-
-def error_bound(weights: torch.Tensor) -> torch.Tensor:
-    """Returns the largest error of each weight of a flat float32 tensor that is encoded from its first element."""
-    _, scales = _blocks(weights)
-    spacing = torch.exp2(scales.float()).repeat_interleave(BLOCK)[: len(weights)] * SPACING
-    return weights.abs() * RELATIVE_ERROR + spacing
 
 
 def _blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,9 +230,6 @@ class WireCodec(IntEnum):
     FLOAT16 = 3
     FP8 = 4
 
-
-CODECS = {kind.name.lower(): kind for kind in WireCodec}
-"""Codecs by the names that a config uses."""
 
 LOSSY = frozenset([WireCodec.BFLOAT16, WireCodec.FLOAT16, WireCodec.FP8])
 _ROUND = {WireCodec.BFLOAT16: encode_bfloat16, WireCodec.FLOAT16: encode_float16}

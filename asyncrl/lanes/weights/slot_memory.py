@@ -162,14 +162,28 @@ PIECE = "#"
 """Stands in the name of what is digested between tensor and number of the piece."""
 
 
-def views(memory: memoryview, spec: WeightsSpec) -> dict[str, Tensor]:
-    """Returns the tensors of a slot that begins with the memory, by their own names, without a copy."""
-    block = _block(memory)
+def new_block(spec: WeightsSpec, device: str) -> Tensor:
+    """Allocates a slot, uint8 [spec.size]. Raises what torch raises when the device has too little memory."""
+    return torch.empty(spec.size, dtype=torch.uint8, device=device)
+
+
+def block_over(memory: memoryview) -> Tensor:
+    """Returns memory as bytes for torch, which has no read-only tensors and warns about read-only buffers. Pages that
+    are mapped for reading stay so: a stray write to a tensor ends the process instead of changing the weights of all
+    readers."""
+    if not len(memory):
+        return torch.empty(0, dtype=torch.uint8)
+    mapped: Any = type("Mapped", (ctypes.c_char * len(memory),), {})
+    block = mapped.from_address(np.frombuffer(memory, np.uint8).ctypes.data)
+    block.exported = memory  # Keeps the memory mapped until the last tensor over it is gone.
+    return torch.frombuffer(block, dtype=torch.uint8)
+
+
+def views(block: Tensor, spec: WeightsSpec) -> dict[str, Tensor]:
+    """Returns the tensors of a slot, uint8 [spec.size] on any device, by their own names, without a copy."""
     dtype = DTYPES[spec.dtype]
     return {
-        tensor.name: torch.frombuffer(
-            block, dtype=dtype, count=tensor.bytes // dtype.itemsize, offset=tensor.offset
-        ).view(tensor.shape)
+        tensor.name: block[tensor.offset : tensor.offset + tensor.bytes].view(dtype).view(tensor.shape)
         for tensor in spec.tensors
     }
 
@@ -184,10 +198,11 @@ def digested_tensor(spec: WeightsSpec, version: int) -> str:
     return f"{tensor.name}{PIECE}{turn % max(1, -(-tensor.bytes // PIECE_BYTES))}"
 
 
-def digest(memory: memoryview, spec: WeightsSpec, name: str) -> str:
-    """Computes the digest of a tensor, "" for the whole slot."""
+def digest(block: Tensor, spec: WeightsSpec, name: str) -> str:
+    """Computes XXH3 of a tensor, "" for the whole slot: it finds torn and stray writes, and forgery is no concern on
+    one host. Of a device this reads the bytes back, after all that was enqueued before on the current stream."""
     start, stop = digest_range(spec, name)
-    return digest_text(memory[start:stop])
+    return xxh3_64_hexdigest(block[start:stop].cpu().numpy().data)
 
 
 def digest_range(spec: WeightsSpec, name: str) -> tuple[int, int]:
@@ -198,11 +213,6 @@ def digest_range(spec: WeightsSpec, name: str) -> tuple[int, int]:
     tensor = next(tensor for tensor in spec.tensors if tensor.name == owner)
     start = tensor.offset + int(piece) * PIECE_BYTES
     return start, min(start + PIECE_BYTES, tensor.offset + tensor.bytes)
-
-
-def digest_text(memory: memoryview) -> str:
-    """Computes XXH3, which finds torn and stray writes; forgery is no concern on one host."""
-    return xxh3_64_hexdigest(memory)
 
 
 def checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Tensor]:
@@ -240,14 +250,11 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return whole
 
 
-def check_digest(memory: memoryview, spec: WeightsSpec, published: Published) -> None:
-    """Raises WeightsError unless the memory has the published digest; one that was published without is not checked."""
-    if published.digest:
-        refuse_other_digest(digest(memory, spec, published.digest_of), published)
-
-
-def refuse_other_digest(found: str, published: Published) -> None:
-    """Raises WeightsError when the digest is not the published one."""
+def check_digest(block: Tensor, spec: WeightsSpec, published: Published) -> None:
+    """Raises WeightsError unless the slot has the published digest; one that was published without is not checked."""
+    if not published.digest:
+        return
+    found = digest(block, spec, published.digest_of)
     if found != published.digest:
         what = published.digest_of or "the slot"
         raise WeightsError(
@@ -259,43 +266,3 @@ def refuse_other_digest(found: str, published: Published) -> None:
 def with_aliases(tensors: dict[str, Tensor], spec: WeightsSpec) -> dict[str, Tensor]:
     """Returns the tensors under every name."""
     return tensors | {alias: tensors[name] for alias, name in spec.aliases}
-
-
-def _block(memory: memoryview) -> Any:
-    """Wraps mapped memory for torch, which has no read-only tensors and warns about read-only buffers. Pages that are
-    mapped for reading stay so: a stray write to a tensor ends the process instead of changing the weights of all
-    readers."""
-    mapped: Any = type("Mapped", (ctypes.c_char * len(memory),), {})
-    block = mapped.from_address(np.frombuffer(memory, np.uint8).ctypes.data)
-    block.exported = memory  # Keeps the memory mapped until the last tensor over it is gone.
-    return block
-
-
-# A slot in one tensor of bytes, on any device.
-
-
-def new_block(spec: WeightsSpec, device: str) -> Tensor:
-    """Allocates a slot, uint8 [spec.size]. Raises what torch raises when the device has too little memory."""
-    return torch.empty(spec.size, dtype=torch.uint8, device=device)
-
-
-def block_views(block: Tensor, spec: WeightsSpec) -> dict[str, Tensor]:
-    """Returns the tensors of a slot, by their own names, without a copy."""
-    dtype = DTYPES[spec.dtype]
-    return {
-        tensor.name: block[tensor.offset : tensor.offset + tensor.bytes].view(dtype).view(tensor.shape)
-        for tensor in spec.tensors
-    }
-
-
-def block_digest(block: Tensor, spec: WeightsSpec, name: str) -> str:
-    """Computes the digest of a tensor, "" for the whole slot. Of a device this reads the bytes back, after all that was
-    enqueued before on the current stream."""
-    start, stop = digest_range(spec, name)
-    return digest_text(block[start:stop].cpu().numpy().data)
-
-
-def check_block_digest(block: Tensor, spec: WeightsSpec, published: Published) -> None:
-    """Raises WeightsError unless the slot has the published digest."""
-    if published.digest:
-        refuse_other_digest(block_digest(block, spec, published.digest_of), published)

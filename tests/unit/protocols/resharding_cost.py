@@ -2,15 +2,21 @@
 per rank, as fractions of the bytes of the whole model."""
 
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from asyncrl.lanes.weights.plan.regrouping import Grouping, Regrouping, Transition
 from asyncrl.protocols.rank_layout import Layout
 
-System = Literal["DeepSpeed-Chat"] | Grouping
+
+class Transition(NamedTuple):
+    """volume: received; peak: held at one time for generation; redundancy: of its training shard, what generation has
+    no use for and memory holds beside it."""
+
+    volume: Fraction
+    peak: Fraction
+    redundancy: Fraction
 
 
-def formula(system: System, layout: Layout) -> Transition:
+def formula(system: Literal["DeepSpeed-Chat", "vanilla", "zero-redundancy"], layout: Layout) -> Transition:
     """Returns Table 2. The redundancy of `vanilla` is that of its worst ranks, whose two shards do not overlap."""
     model = layout.pp * layout.tp
     ranks = layout.size
@@ -22,9 +28,3 @@ def formula(system: System, layout: Layout) -> Transition:
         return Transition(whole - shard, whole, shard)
     generation = layout.gpp * layout.gtp
     return Transition(Fraction(model - generation, generation * model), Fraction(1, generation), Fraction(0))
-
-
-def costs(layout: Layout, grouping: Grouping) -> set[Transition]:
-    """Returns what the change costs, of every rank."""
-    regrouping = Regrouping(layout, grouping)
-    return {regrouping.cost(rank) for rank in range(layout.size)}

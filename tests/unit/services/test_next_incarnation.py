@@ -16,7 +16,7 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.arena import open_writer
 from asyncrl.lanes.weights.slot_memory import spec_of
-from asyncrl.lanes.weights.transports.transport_ends import WeightNetwork
+from asyncrl.lanes.weights.transports.transport_ends import WeightNetwork, open_sender
 from asyncrl.protocols.batch import BatchRef
 from tests.unit.services import test_generation
 from tests.unit.services.running_generation import core_of, until
@@ -69,8 +69,7 @@ async def test_weights_that_came_over_a_network_come_from_the_next_trainer(start
         async with start() as service, asyncio.TaskGroup() as tasks:
             service.context.reader.wire = wire
             network = WeightNetwork(wire, on_tcp("127.0.0.1", "*"), service.context.spec.hello, tasks)
-            first = network.sender(spec)
-            second = network.sender(spec)
+            first, second = (open_sender("tcp", "", spec, lambda: network, folder) for _ in range(2))
             with torch.no_grad():
                 moved = {name: value + 0.1 for name, value in weights.items()}
             await service.use_weights(await asyncio.to_thread(first.write, INCARNATION, 5, moved))

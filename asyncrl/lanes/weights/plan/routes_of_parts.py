@@ -223,10 +223,9 @@ FULL = 1 << 50
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Line:
-    """Measures in elements what leaves the holders of a pattern. copies: of each part (P). start: of each part, and the
-    end (P + 1). cell_start: of each cell, and the end (S + 1). row: elements that one sender sends whole (P)."""
+    """Measures in elements what leaves the holders of a pattern. start: of each part, and the end (P + 1). cell_start:
+    of each cell, and the end (S + 1). row: elements that one sender sends whole (P)."""
 
-    copies: Ints
     start: Ints
     cell_start: Ints
     row: Ints
@@ -239,19 +238,13 @@ class Line:
         past = (places - self.start[part]) % np.maximum(volume[part], 1)
         return np.asarray(places - past % self.row[part])
 
-    def inside_copies(self, places: Ints, volume: Ints) -> int:
-        """Returns how many of the places lie within a copy, not at its start."""
-        part = np.clip(np.searchsorted(self.start, places, side="right") - 1, 0, len(volume) - 1)
-        within = (places < self.start[-1]) & ((places - self.start[part]) % np.maximum(volume[part], 1) > 0)
-        return int(within.sum())
-
 
 def make_line(pattern: Pattern, copies: int) -> Line:
     """Lays the parts of all cells on one line, at most `copies` times each."""
     each = np.minimum(pattern.sizes[pattern.audience], copies)
     start = np.concatenate([[0], np.cumsum(pattern.volume * each)])
     cell_start = start[np.searchsorted(pattern.cell, np.arange(len(pattern.holders) + 1))]
-    return Line(each, start, cell_start, row_volumes(pattern))
+    return Line(start, cell_start, row_volumes(pattern))
 
 
 def row_volumes(pattern: Pattern) -> Ints:
@@ -331,14 +324,6 @@ def _filled(loads: Ints, length: Ints, grain: int) -> Ints:
     short = length - shares.sum(axis=1)  # Fewer bytes than there are takers, lost in the division.
     shares[:, 0] += np.where(length > 0, short, 0)
     return np.asarray(shares)
-
-
-def operations(route: Route, pattern: Pattern, line: Line, copies: int) -> int:
-    """Returns how many boxes of a tensor are sent: by holders, one for each copy and share, and by receivers."""
-    inner = np.unique(route.cuts[:, 1:-1])
-    splits = line.inside_copies(inner, pattern.volume) if len(pattern.volume) else 0
-    relays = np.maximum(pattern.sizes[pattern.audience] - copies, 0)
-    return int(((line.copies + relays) * (pattern.volume > 0)).sum()) + splits
 
 
 def children(position: Ints, size: Ints, copies: int) -> Ints:

@@ -34,7 +34,6 @@ from asyncrl.lanes.weights.plan.routes_of_parts import (
     Route,
     make_line,
     make_pattern,
-    operations,
 )
 from asyncrl.protocols.rank_layout import Layout
 
@@ -142,12 +141,6 @@ class WeightPlan:
                 bytes_of[frozenset(ranks) - {NOBODY}] += elements * pattern.item_bytes * count
         sums = [sum(size for inner, size in bytes_of.items() if inner <= outer) / len(outer) for outer in bytes_of]
         return max([*sums, sum(bytes_of.values()) / max(len(self.traffic.holders), 1)])
-
-    @property
-    def operations(self) -> int:
-        """Returns how many boxes are sent, before buckets join and cut them."""
-        counts = Counter((each.route, each.pattern, each.line) for each in self.tensors)
-        return sum(operations(*key, self.copies) * count for key, count in counts.items())
 
     def _kinds(self) -> dict[Pattern, tuple[Line, int]]:
         counts = Counter(each.pattern for each in self.tensors)

@@ -1,34 +1,23 @@
 """Versions of the weights over pairs of ranks, from the trainer to each engine.
 
-groups, LinkServer    what both sides share: groups of parts, and calls over the encrypted control wire
+groups                what both sides share: groups of parts
 CollectiveSender      the trainer's side: sends each version from a block of its own
 CollectiveReceiver    the engine's side: receives into its idle block
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
-from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError, WireError
+from asyncrl.errors import PeerLost, Refused, WireError
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.server import Server
-from asyncrl.lanes.control.wire import Wire
-from asyncrl.lanes.weights.leases import CopiedVersions, Fetched, Leases, slot_of
-from asyncrl.lanes.weights.slot_memory import (
-    block_digest,
-    block_views,
-    check_block_digest,
-    checked,
-    digested_tensor,
-    fill,
-    new_block,
-    with_aliases,
-)
+from asyncrl.lanes.weights.leases import CopiedVersions, Leases, slot_of
+from asyncrl.lanes.weights.slot_memory import checked, digest, digested_tensor, fill, new_block, views
 from asyncrl.lanes.weights.transports.communicator import (
     CONNECT_SECONDS,
     GROUP_PARTS,
@@ -38,8 +27,17 @@ from asyncrl.lanes.weights.transports.communicator import (
     Communicator,
     OwnerThread,
 )
-from asyncrl.lanes.weights.transports.held_version import ChunkPlan, SlotPart, in_thread, transfer_seconds
-from asyncrl.protocols.messages import Call, Hello, Published
+from asyncrl.lanes.weights.transports.held_version import (
+    FAILED,
+    CallTypes,
+    ChunkPlan,
+    LaneEnd,
+    SlotPart,
+    VersionReceiver,
+    is_of,
+    transfer_seconds,
+)
+from asyncrl.protocols.messages import Published
 from asyncrl.protocols.weight_transports import BUFFERS
 
 # Groups of parts that cross a pair at once, the same on both sides, with their deadlines.
@@ -61,7 +59,7 @@ def groups(plan: ChunkPlan, first: int) -> Iterator[PartGroup]:
         yield PartGroup(parts, start + len(parts), transfer_seconds(size))
 
 
-# Answers receivers over the encrypted control wire: who meets where, what is to be sent, and whether it was whole.
+# Calls of a receiver over the encrypted control wire: who meets where, what is to be sent, and whether it was whole.
 #
 # join_pair ── send_version ── (the pair moves the bytes) ── confirm_version ... leave_pair
 
@@ -71,58 +69,12 @@ SEND = "send_version"
 CONFIRM = "confirm_version"
 LEAVE = "leave_pair"
 
-_ARGUMENTS: dict[str, tuple[type, ...]] = {
-    JOIN: (str, str),
-    SEND: (int, int, int, str),
-    CONFIRM: (int, int),
-    LEAVE: (str,),
+_ARGUMENTS: CallTypes = {
+    JOIN: [(str, str)],
+    SEND: [(int, int, int, str)],
+    CONFIRM: [(int, int)],
+    LEAVE: [(str,)],
 }
-
-
-class PairCalls(Protocol):
-    """The calls that a sender answers to its receivers, on the event loop."""
-
-    async def join_pair(self, plan: str, reader: str) -> str:
-        """Begins a new pair with the reader in place of its former one, and returns where both meet. Raises Refused
-        when the reader plans other parts."""
-
-    async def send_version(self, incarnation: int, version: int, first: int, reader: str) -> None:
-        """Begins to send the parts of a version from number `first` on. Raises Refused when the version is not here,
-        or the reader has no pair."""
-
-    async def confirm_version(self, incarnation: int, version: int) -> None:
-        """Raises Refused when the version was overwritten, maybe while it was sent."""
-
-    async def leave_pair(self, reader: str) -> None: ...
-
-
-class LinkServer:
-    """Serves calls at an address of its own, in a task of the group."""
-
-    def __init__(
-        self,
-        calls: PairCalls,
-        wire: Wire,
-        address: str,
-        hello: Hello,
-        tasks: asyncio.TaskGroup,
-        *,
-        heartbeat: float | None = None,
-    ) -> None:
-        self._calls = calls
-        listener = wire.listen(address)
-        self.address = listener.address
-        server = Server(listener, self._dispatch, hello, queued=False, heartbeat=heartbeat)
-        self._serving = tasks.create_task(server.serve(), name="weights lane")
-
-    def close(self) -> None:
-        self._serving.cancel()
-
-    def _dispatch(self, call: Call) -> Awaitable[Any]:
-        if _ARGUMENTS.get(call.method) != tuple(map(type, call.args)):
-            raise Refused(f"the weights lane answers {', '.join(_ARGUMENTS)}, not {call.method} with these values")
-        answer: Awaitable[Any] = getattr(self._calls, call.method)(*call.args)
-        return answer
 
 
 # The trainer's side: versions in blocks of their own, sent to each receiver by the thread of its pair.
@@ -168,29 +120,20 @@ class PairThread:
 
 
 class CollectiveSender:
-    """Implements WeightSender, and PairCalls: versions in blocks of their own, a pair with its thread for each reader.
+    """Implements WeightSender: versions in blocks of their own, a pair with its thread for each reader. scheme: stands
+    before the address of the trainer's control wire.
 
     Invariant: a version is marked as overwritten before its block is, so that no reader of it is confirmed afterwards.
     The trainer's compute thread calls `write`; the calls of readers and the ends of transfers run on the event loop.
     """
 
-    def __init__(
-        self,
-        plan: ChunkPlan,
-        scheme: str,
-        backend: Backend,
-        wire: Wire,
-        address: str,
-        hello: Hello,
-        tasks: asyncio.TaskGroup,
-        *,
-        heartbeat: float | None = None,
-    ) -> None:
+    def __init__(self, plan: ChunkPlan, scheme: str, backend: Backend, end: LaneEnd) -> None:
         self.leases: Leases = CopiedVersions()
         self._plan = plan
         self._backend = backend
-        self._server = LinkServer(self, wire, address, hello, tasks, heartbeat=heartbeat)
-        self.address = scheme + self._server.address
+        self._end = end
+        end.serve(self, _ARGUMENTS)
+        self.address = scheme + end.address
         self._blocks: list[Tensor] = []
         self._stored: list[SentVersion] = []  # oldest first; replaced, never changed
         self._pairs: dict[str, PairThread] = {}
@@ -200,9 +143,9 @@ class CollectiveSender:
         spec = self._plan.spec
         tensors = checked(named_tensors, spec)
         block = self._free_block()
-        fill(block_views(block, spec), tensors)
+        fill(views(block, spec), tensors)
         digest_of = digested_tensor(spec, version)
-        found = block_digest(block, spec, digest_of)
+        found = digest(block, spec, digest_of)
         self._stored = [*self._stored, SentVersion(incarnation, version, block)]
         slot = slot_of(version)
         seconds = self._plan.from_one
@@ -216,14 +159,12 @@ class CollectiveSender:
         for reader in list(self._pairs):
             self.forget(reader)
         self._backend.close()
-        self._server.close()
+        self._end.close()
 
     async def join_pair(self, plan: str, reader: str) -> str:
-        if plan != self._plan.digest:
-            raise Refused(
-                f"{reader} cuts the weights into other parts than their sender: start trainer and engine with the same "
-                "model folder, model.dtype and version of asyncrl"
-            )
+        """Begins a new pair with the reader in place of its former one, and returns where both meet. Raises Refused
+        when the reader plans other parts."""
+        self._plan.refuse_other(plan, reader)
         self.forget(reader)
         meeting = self._backend.invite()
         thread = OwnerThread(f"weights to {reader}")
@@ -232,6 +173,8 @@ class CollectiveSender:
         return meeting
 
     async def send_version(self, incarnation: int, version: int, first: int, reader: str) -> None:
+        """Begins to send the parts of a version from number `first` on. Raises Refused when the version is not here,
+        PeerLost when the reader has no pair."""
         held = self._find(incarnation, version)
         pair = self._pairs.get(reader)
         if pair is None or pair.failed:
@@ -242,6 +185,7 @@ class CollectiveSender:
         sending.add_done_callback(lambda done: loop.call_soon_threadsafe(self._sent, pair, held, done))
 
     async def confirm_version(self, incarnation: int, version: int) -> None:
+        """Raises Refused when the version was overwritten, maybe while it was sent."""
         self._find(incarnation, version)
 
     async def leave_pair(self, reader: str) -> None:
@@ -292,21 +236,24 @@ class CollectiveSender:
 CALL_DEADLINE = 5.0
 """Seconds until the trainer answers a call, which moves no weights; then it is taken for dead."""
 
-_FAILED = (PeerLost, DeadlineExceeded, WireError)
-"""A trainer that is gone, late, or sends what is no message."""
-
 
 @dataclass(eq=False)
-class _Version:
-    """A version in a block. arrived: parts that are there, in order from the first."""
+class ArrivingVersion:
+    """A version in a block. parts: of it. arrived: those that are there, in order from the first."""
 
     incarnation: int
     version: int
     block: Tensor
+    parts: int
     arrived: int = 0
 
-    def is_of(self, published: Published) -> bool:
-        return (self.incarnation, self.version) == (published.incarnation, published.version)
+    @property
+    def missing(self) -> range:
+        return range(self.arrived, self.parts)
+
+    @property
+    def whole(self) -> bool:
+        return self.arrived == self.parts
 
 
 class _Pair(NamedTuple):
@@ -314,99 +261,61 @@ class _Pair(NamedTuple):
     communicator: Communicator
 
 
-@dataclass(eq=False)
-class CollectiveReceiver:
+class CollectiveReceiver(VersionReceiver[ArrivingVersion]):
     """Implements WeightReceiver. scheme: what stands before the address of the trainer's control wire."""
 
-    plan: ChunkPlan
-    scheme: str
-    backend: Backend
-    wire: Wire
-    hello: Hello
-    tasks: asyncio.TaskGroup
-    _: KW_ONLY
-    heartbeat: float | None = None
+    reopens = False  # What a backend has open ends with its process.
 
-    def __post_init__(self) -> None:
-        self._current: _Version | None = None
-        self._incoming: _Version | None = None
+    def __init__(self, plan: ChunkPlan, scheme: str, backend: Backend, end: LaneEnd) -> None:
+        super().__init__(plan)
+        self.backend = backend
+        self.end = end
+        self._scheme = scheme
         self._idle: list[Tensor] = []
-        self._client: Client | None = None
         self._pair: _Pair | None = None
-
-    async def fetch(self, published: Published) -> Fetched:
-        if self._current is not None and self._current.is_of(published):
-            return Fetched()
-        incoming = self._begin(published)
-        before = self._arrived_bytes(incoming)
-        try:
-            async with asyncio.timeout(self.plan.from_one):
-                await self._fetch(incoming, published)
-        except TimeoutError as late:
-            raise DeadlineExceeded(
-                f"{incoming.arrived} of {len(self.plan.parts)} parts of the weights of version {published.version} "
-                f"came from {published.arena} within {self.plan.from_one:.0f} s"
-            ) from late
-        return Fetched(self._arrived_bytes(incoming) - before)
-
-    def tensors(self, published: Published) -> dict[str, Tensor]:
-        self.check(published)
-        if self._incoming is not None and self._incoming.is_of(published):
-            if self._current is not None:
-                self._idle.append(self._current.block)
-            self._current = self._incoming
-            self._incoming = None
-        assert self._current is not None
-        return with_aliases(block_views(self._current.block, self.plan.spec), self.plan.spec)
-
-    def check(self, published: Published) -> None:
-        held = (self._current, self._incoming)
-        if not any(each and each.arrived == len(self.plan.parts) and each.is_of(published) for each in held):
-            raise WeightsError(f"weights of version {published.version} were not fetched from {published.arena}")
 
     def close(self) -> None:
         self._end_pair()
-        if self._client is not None:
-            self._client.close()
+        self.end.close()
 
-    def _begin(self, published: Published) -> _Version:
-        """Returns the version to be received: the one that was begun before, or a new one in the idle block."""
-        if self._incoming is not None and self._incoming.is_of(published):
+    def _use(self, version: ArrivingVersion) -> None:
+        if self._current is not None:
+            self._idle.append(self._current.block)
+        self._current = version
+
+    def _begin(self, published: Published) -> ArrivingVersion:
+        if self._incoming is not None and is_of(published, self._incoming):
             return self._incoming
         self._give_up()
         block = self._idle.pop() if self._idle else new_block(self.plan.spec, self.backend.device)
-        self._incoming = _Version(published.incarnation, published.version, block)
+        self._incoming = ArrivingVersion(published.incarnation, published.version, block, len(self.plan.parts))
         return self._incoming
 
     def _give_up(self) -> None:
-        """Forgets the version that was being received; no transfer writes to its block."""
+        """Forgets the version that arrives; no transfer writes to its block."""
         if self._incoming is not None:
             self._idle.append(self._incoming.block)
             self._incoming = None
 
-    async def _fetch(self, incoming: _Version, published: Published) -> None:
+    async def _bring(self, incoming: ArrivingVersion, sender: str) -> None:
+        control = sender.removeprefix(self._scheme)
         try:
-            await self._receive(incoming, published)
-        except _FAILED:
-            await self._receive(incoming, published)  # What is missing, over another pair.
-        try:
-            await in_thread(self.plan.spec.size, lambda: check_block_digest(incoming.block, self.plan.spec, published))
-        except WeightsError:
-            self._give_up()  # All parts are what the trainer has; whoever fetches again gets them anew.
-            raise
+            await self._receive(incoming, control)
+        except FAILED:
+            await self._receive(incoming, control)  # What is missing, over another pair.
 
-    async def _receive(self, incoming: _Version, published: Published) -> None:
+    async def _receive(self, incoming: ArrivingVersion, control: str) -> None:
         """Receives the missing parts. Ends the pair when that fails, but for a version that the trainer refuses."""
         version = (incoming.incarnation, incoming.version)
-        client = await self._control(published.arena.removeprefix(self.scheme))
-        if incoming.arrived < len(self.plan.parts):
+        client = await self.end.client(control, CALL_DEADLINE)
+        if not incoming.whole:
             pair = self._pair or await self._join(client, version)
             with ExitStack() as failing:
                 failing.callback(self._end_pair)
                 try:
-                    await client.call(SEND, (*version, incoming.arrived, self.hello.instance), CALL_DEADLINE)
+                    await client.call(SEND, (*version, incoming.arrived, self.end.hello.instance), CALL_DEADLINE)
                     await self._receive_parts(pair, incoming)
-                except _FAILED:
+                except FAILED:
                     await self._leave(client)
                     raise
                 failing.pop_all()
@@ -416,7 +325,7 @@ class CollectiveReceiver:
             incoming.arrived = 0  # Its parts may be of two versions.
             raise
 
-    async def _receive_parts(self, pair: _Pair, incoming: _Version) -> None:
+    async def _receive_parts(self, pair: _Pair, incoming: ArrivingVersion) -> None:
         """Receives on the thread of the pair. Who is cancelled leaves the block to the transfer."""
         receiving = pair.thread.submit(lambda: self._fill(pair.communicator, incoming))
         try:
@@ -425,15 +334,16 @@ class CollectiveReceiver:
             if not receiving.done():
                 self._incoming = None
 
-    def _fill(self, communicator: Communicator, incoming: _Version) -> None:
+    def _fill(self, communicator: Communicator, incoming: ArrivingVersion) -> None:
         for group in groups(self.plan, incoming.arrived):
             communicator.receive([incoming.block[part.start : part.stop] for part in group.parts], group.seconds)
+            self.received_bytes += group.parts[-1].stop - group.parts[0].start
             incoming.arrived = group.stop
 
     async def _join(self, client: Client, version: tuple[int, int]) -> _Pair:
         """Connects a pair with the trainer. Raises Refused, before anything is connected, when the version is gone."""
         await client.call(CONFIRM, version, CALL_DEADLINE)
-        meeting = await client.call(JOIN, (self.plan.digest, self.hello.instance), CALL_DEADLINE)
+        meeting = await client.call(JOIN, (self.plan.digest, self.end.hello.instance), CALL_DEADLINE)
         if type(meeting) is not str:
             raise WireError(f"the trainer answers no meeting: {meeting!r:.100}")
         thread = OwnerThread("weights from the trainer")
@@ -455,20 +365,5 @@ class CollectiveReceiver:
 
     async def _leave(self, client: Client) -> None:
         """Tells the trainer that the pair is of no use, as far as it can still be told."""
-        with suppress(*_FAILED):
-            await client.call(LEAVE, (self.hello.instance,), CALL_DEADLINE)
-
-    async def _control(self, address: str) -> Client:
-        if self._client is None or self._client.lost.is_set():
-            client = Client(
-                self.wire.connect(address), self.hello, f"weights at {address}", queued=False, heartbeat=self.heartbeat
-            )
-            with ExitStack() as undo:
-                undo.callback(client.close)
-                await client.open(self.tasks, CALL_DEADLINE)
-                undo.pop_all()
-            self._client = client
-        return self._client
-
-    def _arrived_bytes(self, version: _Version) -> int:
-        return self.plan.parts[version.arrived - 1].stop if version.arrived else 0
+        with suppress(*FAILED):
+            await client.call(LEAVE, (self.end.hello.instance,), CALL_DEADLINE)

@@ -6,7 +6,7 @@ It is the arena of arena.py with its slots on the device: the handle names one l
 by each reader; a version costs one copy on the device. A version is published when its copies are done.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
@@ -15,22 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from asyncrl.errors import ConfigError, PeerLost, WeightsError
+from asyncrl.errors import ConfigError, PeerLost
 from asyncrl.lanes.shared_memory import Segment
-from asyncrl.lanes.weights.arena import BEING_WRITTEN, HEADER, STAMP, Reader
-from asyncrl.lanes.weights.leases import Fetched, Leases, slot_of
-from asyncrl.lanes.weights.slot_memory import (
-    WeightsSpec,
-    block_digest,
-    block_views,
-    check_block_digest,
-    checked,
-    digested_tensor,
-    fill,
-    with_aliases,
-)
+from asyncrl.lanes.weights.arena import HEADER, Reader, Writer, bytes_of_slots, open_header
+from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.protocols.messages import Published
-from asyncrl.protocols.weight_transports import SLOTS
 
 # The boundary to CUDA: everything above it runs in tests without a device.
 
@@ -145,97 +134,23 @@ MAGIC = b"ARLWCUD1"
 HANDLE_AT = 192
 
 
-class DeviceWriter:
-    """Implements WeightSender in device memory. Raises MemoryError when the device has no room for two slots."""
-
-    def __init__(self, name: str, spec: WeightsSpec, runtime: CudaRuntime) -> None:
-        self.leases = Leases()
-        self._spec = spec
-        self._runtime = runtime
-        stride = _stride(spec)
-        pointer = runtime.allocate(SLOTS * stride)
-        block = runtime.tensor(pointer, SLOTS * stride)
-        self._slots = [block[slot * stride : slot * stride + spec.size] for slot in range(SLOTS)]
-        self._header = Segment.create(name, HEADER)
-        self._address = DEVICE_SCHEME + name
-        for slot in range(SLOTS):
-            self._stamp(slot, BEING_WRITTEN, BEING_WRITTEN)
-        begin = MAGIC + spec.digest
-        self._header.buffer[: len(begin)] = begin
-        self._header.buffer[HANDLE_AT : HANDLE_AT + HANDLE_BYTES] = runtime.export(pointer)
-
-    def write(self, incarnation: int, version: int, named_tensors: Mapping[str, Tensor]) -> Published:
-        tensors = checked(named_tensors, self._spec)
-        slot = slot_of(version)
-        self.leases.begin_write(version)
-        self._stamp(slot, incarnation, BEING_WRITTEN)
-        digest_of = digested_tensor(self._spec, version)
-        with self._runtime.side_stream():
-            fill(block_views(self._slots[slot], self._spec), tensors)
-            found = block_digest(self._slots[slot], self._spec, digest_of)  # Reads back, so all copies are done.
-        self._stamp(slot, incarnation, version)
-        self.leases.end_write(version)
-        return Published(incarnation, version, self._address, slot, found, digest_of)
-
-    def forget(self, reader: str) -> None:
-        self.leases.detach(reader)
-
-    def close(self) -> None:
-        """Removes the name. The memory goes with this process: freed before, readers would read what is undefined."""
-        self._header.unlink()
-        self._header.close()
-
-    def _stamp(self, slot: int, incarnation: int, version: int) -> None:
-        STAMP.pack_into(self._header.buffer, 64 * (1 + slot), incarnation, version)
+def open_device_writer(name: str, spec: WeightsSpec, runtime: CudaRuntime) -> Writer:
+    """Makes an arena. Raises MemoryError when the device has no room for two slots."""
+    size = bytes_of_slots(spec)
+    pointer = runtime.allocate(size)
+    header = Segment.create(name, HEADER)
+    header.buffer[HANDLE_AT : HANDLE_AT + HANDLE_BYTES] = runtime.export(pointer)
+    block = runtime.tensor(pointer, size)
+    return Writer(DEVICE_SCHEME + name, header, block, spec, MAGIC, runtime.side_stream)
 
 
-class DeviceReader:
-    """Implements WeightReceiver. Raises PeerLost when the trainer has ended, and WeightsError for another model."""
-
-    def __init__(self, published: Published, spec: WeightsSpec, runtime: CudaRuntime) -> None:
-        self._spec = spec
-        try:
-            self._header = Segment.open(published.arena.removeprefix(DEVICE_SCHEME))
-        except FileNotFoundError as gone:
-            raise PeerLost(f"weight arena {published.arena} is gone: its trainer has ended") from gone
-        expected = MAGIC + spec.digest
-        if self._header.buffer[: len(expected)] != expected:
-            raise WeightsError(
-                f"weight arena {published.arena} was made for another model or dtype than this reader's: start trainer "
-                "and engine with the same model folder and model.dtype"
-            )
-        stride = _stride(spec)
-        handle = bytes(self._header.buffer[HANDLE_AT : HANDLE_AT + HANDLE_BYTES])
-        block = runtime.tensor(runtime.open(handle), SLOTS * stride)
-        self._slots = [block[slot * stride : slot * stride + spec.size] for slot in range(SLOTS)]
-
-    async def fetch(self, published: Published) -> Fetched:
-        """Does nothing: the version is there already."""
-        return Fetched()
-
-    def tensors(self, published: Published) -> dict[str, Tensor]:
-        """Returns views in the memory of the trainer. Comparing the digest reads bytes back, after all that this thread
-        has enqueued: no step with the version before goes on then, and its slot may be written."""
-        self.check(published)
-        block = self._slots[published.slot]
-        check_block_digest(block, self._spec, published)
-        return with_aliases(block_views(block, self._spec), self._spec)
-
-    def check(self, published: Published) -> None:
-        found: tuple[int, int] = STAMP.unpack_from(self._header.buffer, 64 * (1 + published.slot))
-        if found != (published.incarnation, published.version):
-            raise WeightsError(
-                f"slot {published.slot} of {published.arena} does not hold version {published.version} of incarnation "
-                f"{published.incarnation}: it was overwritten without this reader's lease, or is being written"
-            )
-
-    def close(self) -> None:
-        """Unmaps the header. The device memory stays mapped while this process lives: views of it are in use."""
-        self._header.close()
-
-
-def _stride(spec: WeightsSpec) -> int:
-    return -(-spec.size // HEADER) * HEADER
+def open_device_reader(published: Published, spec: WeightsSpec, runtime: CudaRuntime) -> Reader:
+    """Attaches to an arena; the device memory stays mapped while this process lives, for views of it are in use. Raises
+    PeerLost when the trainer has ended, and WeightsError for another model."""
+    header = open_header(published, spec, MAGIC, DEVICE_SCHEME)
+    handle = bytes(header.buffer[HANDLE_AT : HANDLE_AT + HANDLE_BYTES])
+    block = runtime.tensor(runtime.open(handle), bytes_of_slots(spec))
+    return Reader(published.arena, header, block, spec, reopens=False)
 
 
 # An arena in shared memory that is registered with CUDA, by a process that copies from it to a device.
@@ -249,7 +164,8 @@ log = structlog.get_logger(__name__)
 
 
 def register_arena(reader: Reader, open_cuda: Callable[[], CudaRuntime]) -> None:
-    """Registers a reader's mapping until the reader is closed. Call it once for each reader. Where CuPy is missing or
+    """Registers a reader's mapping until the reader is closed. Call it once for each reader, on the thread that copies,
+    because pinning takes time. Where CuPy is missing or
     the device refuses, it says so in one line of the log, and copies come from pageable memory."""
     address, size = reader.mapping
     try:
@@ -259,28 +175,3 @@ def register_arena(reader: Reader, open_cuda: Callable[[], CudaRuntime]) -> None
         log.warning("new weights are copied from pageable memory", arena=reader.address, reason=str(error))
         return
     reader.before_close.callback(cuda.unregister, address)
-
-
-class RegisteredArena:
-    """Implements WeightReceiver for an engine that copies to a device. The arena is registered with the first version,
-    on the thread that copies, because pinning takes time."""
-
-    def __init__(self, reader: Reader, open_cuda: Callable[[], CudaRuntime]) -> None:
-        self._reader = reader
-        self._open_cuda = open_cuda
-        self._is_pageable = True
-
-    async def fetch(self, published: Published) -> Fetched:
-        return await self._reader.fetch(published)
-
-    def tensors(self, published: Published) -> dict[str, Tensor]:
-        if self._is_pageable:
-            self._is_pageable = False
-            register_arena(self._reader, self._open_cuda)
-        return self._reader.tensors(published)
-
-    def check(self, published: Published) -> None:
-        self._reader.check(published)
-
-    def close(self) -> None:
-        self._reader.close()

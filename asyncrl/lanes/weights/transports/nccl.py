@@ -19,10 +19,7 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost
 
-# Bindings of NCCL: nccl4py, whose communicators do not block, else CuPy's. Neither moved weights on a device yet.
-#
-# CuPy's communicators always block while they connect: such a wait ends with the deadline of whoever waits for the
-# thread, and the thread stays behind until its process ends.
+# NCCL by nccl4py, whose communicators do not block. It has moved no weights on a device yet.
 
 
 SUCCESS = 0
@@ -43,34 +40,23 @@ class _Communicator:
 
 
 @contextmanager
-def _peer_lost_for(errors: type[Exception]) -> Iterator[None]:
-    """Turns what a binding raises for any failure of NCCL into PeerLost."""
+def _peer_lost_for_failures() -> Iterator[None]:
+    """Turns what nccl4py raises for any failure of NCCL into PeerLost."""
+    from nccl.bindings.nccl import NCCLError
+
     try:
         yield
-    except errors as error:
+    except NCCLError as error:
         raise PeerLost(f"NCCL failed: {error}") from error
 
 
-class _OnDevice:
-    """Streams and events of torch, which both bindings share."""
+class Nccl4py:
+    """Implements NcclLibrary. Raises ConfigError when nccl4py is not installed."""
 
     def __init__(self, device: str) -> None:
+        if find_spec("nccl") is None:
+            raise ConfigError('weights.transport = "nccl" needs nccl4py: install the extra cu12, or cu13')
         self.device = device
-
-    def finished(self, communicator: _Communicator) -> bool:
-        return bool(communicator.posted.query())  # type: ignore[no-untyped-call]
-
-    def post(self, communicator: _Communicator, parts: Sequence[Tensor], peer: int, *, send: bool) -> None:
-        # The writes of the trainer into these parts are complete: their digest was read back from the device.
-        self._post(communicator, parts, peer, send)
-        communicator.posted.record(communicator.stream)
-
-    def _post(self, communicator: _Communicator, parts: Sequence[Tensor], peer: int, send: bool) -> None:
-        raise AssertionError("a binding implements this")
-
-
-class Nccl4py(_OnDevice):
-    """Implements NcclLibrary with nccl4py."""
 
     def unique_id(self) -> bytes:
         from nccl.core import get_unique_id
@@ -78,12 +64,11 @@ class Nccl4py(_OnDevice):
         return bytes(get_unique_id())
 
     def connect(self, unique_id: bytes, rank: int) -> _Communicator:
-        from nccl.bindings.nccl import NCCLError
         from nccl.core import Communicator, NCCLConfig, UniqueId
 
         torch.cuda.set_device(self.device)
         config = NCCLConfig(blocking=False, max_ctas=MOST_CTAS)
-        with _peer_lost_for(NCCLError):
+        with _peer_lost_for_failures():
             return _Communicator(Communicator.init(2, rank, UniqueId.from_bytes(unique_id), config), self.device)
 
     def failure(self, communicator: _Communicator) -> str | None:
@@ -92,64 +77,21 @@ class Nccl4py(_OnDevice):
             return None
         return "" if state == SUCCESS else f"error {state}: {communicator.handle.get_last_error()}"
 
-    def abort(self, communicator: _Communicator) -> None:
-        communicator.handle.abort()
-
-    def _post(self, communicator: _Communicator, parts: Sequence[Tensor], peer: int, send: bool) -> None:
-        from nccl.bindings.nccl import NCCLError
+    def post(self, communicator: _Communicator, parts: Sequence[Tensor], peer: int, *, send: bool) -> None:
+        # The writes of the trainer into these parts are complete: their digest was read back from the device.
         from nccl.core import group
 
         move = communicator.handle.send if send else communicator.handle.recv
-        with _peer_lost_for(NCCLError), group():
+        with _peer_lost_for_failures(), group():
             for part in parts:
                 move(part, peer, stream=communicator.stream.cuda_stream)
+        communicator.posted.record(communicator.stream)
 
-
-class CupyNccl(_OnDevice):
-    """Implements NcclLibrary with CuPy."""
-
-    def unique_id(self) -> bytes:
-        from cupy.cuda import nccl
-
-        return bytes(nccl.get_unique_id())
-
-    def connect(self, unique_id: bytes, rank: int) -> _Communicator:
-        from cupy.cuda import nccl
-
-        torch.cuda.set_device(self.device)
-        with _peer_lost_for(nccl.NcclError):
-            return _Communicator(nccl.NcclCommunicator(2, unique_id, rank), self.device)
-
-    def failure(self, communicator: _Communicator) -> str | None:
-        from cupy.cuda import nccl
-
-        try:
-            communicator.handle.check_async_error()
-        except nccl.NcclError as error:
-            return str(error)
-        return ""
+    def finished(self, communicator: _Communicator) -> bool:
+        return bool(communicator.posted.query())  # type: ignore[no-untyped-call]
 
     def abort(self, communicator: _Communicator) -> None:
         communicator.handle.abort()
-
-    def _post(self, communicator: _Communicator, parts: Sequence[Tensor], peer: int, send: bool) -> None:
-        from cupy.cuda import nccl
-
-        move = communicator.handle.send if send else communicator.handle.recv
-        with _peer_lost_for(nccl.NcclError):
-            nccl.groupStart()
-            for part in parts:
-                move(part.data_ptr(), part.numel(), nccl.NCCL_UINT8, peer, communicator.stream.cuda_stream)
-            nccl.groupEnd()
-
-
-def nccl_library(device: str) -> Nccl4py | CupyNccl:
-    """Chooses a binding. Raises ConfigError when none is installed."""
-    if find_spec("nccl") is not None:
-        return Nccl4py(device)
-    if find_spec("cupy") is not None:
-        return CupyNccl(device)
-    raise ConfigError('weights.transport = "nccl" needs nccl4py or CuPy: install the extra cu12, or cu13')
 
 
 POLL = 0.0002

@@ -9,6 +9,7 @@ The address that is published says which transport it is.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,12 +28,12 @@ from asyncrl.lanes.weights.transports.device_arena import (
     DEVICE_SCHEME,
     CudaRuntime,
     CupyRuntime,
-    DeviceReader,
-    DeviceWriter,
-    RegisteredArena,
+    open_device_reader,
+    open_device_writer,
+    register_arena,
 )
-from asyncrl.lanes.weights.transports.held_version import ChunkPlan
-from asyncrl.lanes.weights.transports.nccl import NcclBackend, nccl_library
+from asyncrl.lanes.weights.transports.held_version import ChunkPlan, LaneEnd
+from asyncrl.lanes.weights.transports.nccl import Nccl4py, NcclBackend
 from asyncrl.lanes.weights.transports.weight_files import FILE_SCHEME, FileReceiver, FileSender
 from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver, StreamSender
 from asyncrl.protocols.messages import Hello, Published
@@ -56,7 +57,10 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """An engine's side. What it returned stays valid and unchanged until `tensors` has returned the next version."""
+    """An engine's side. What it returned stays valid and unchanged until `tensors` has returned the next version.
+    reopens: whether nothing of it is left once it is closed; else its process ends with its trainer."""
+
+    reopens: bool
 
     async def fetch(self, published: Published) -> Fetched:
         """Brings the version to this process, if it has to be copied. The version before stays whole meanwhile, and
@@ -97,34 +101,18 @@ class WeightNetwork:
     heartbeat: float | None = None
     device: str = "cpu"
 
-    def sender(self, spec: WeightsSpec) -> StreamSender:
-        """Opens the trainer's end on the event loop."""
-        plan = ChunkPlan.of(spec, self.codec)
-        return StreamSender(plan, self.wire, self.address, self.hello, self.tasks, heartbeat=self.heartbeat)
+    def end(self) -> LaneEnd:
+        return LaneEnd(self.wire, self.address, self.hello, self.tasks, self.heartbeat)
 
-    def receiver(self, spec: WeightsSpec) -> StreamReceiver:
-        """Opens an engine's end on the event loop."""
-        plan = ChunkPlan.of(spec, self.codec)
-        return StreamReceiver(plan, self.wire, self.address, self.hello, self.tasks, heartbeat=self.heartbeat)
-
-    def pair_sender(self, transport: str, spec: WeightsSpec) -> CollectiveSender:
-        """Opens the trainer's end of "gloo" or "nccl" on the event loop."""
+    def pair(self, transport: str, spec: WeightsSpec) -> tuple[ChunkPlan, str, Backend, LaneEnd]:
+        """Returns what an end of "gloo" or "nccl" is made of."""
         backend = self.backend(transport)
-        plan = ChunkPlan.of(spec, WireCodec.DENSE, backend.part_bytes)
-        ends = (self.wire, self.address, self.hello, self.tasks)
-        return CollectiveSender(plan, f"{transport}+", backend, *ends, heartbeat=self.heartbeat)
-
-    def pair_receiver(self, transport: str, spec: WeightsSpec) -> CollectiveReceiver:
-        """Opens an engine's end of "gloo" or "nccl" on the event loop."""
-        backend = self.backend(transport)
-        plan = ChunkPlan.of(spec, WireCodec.DENSE, backend.part_bytes)
-        ends = (self.wire, self.hello, self.tasks)
-        return CollectiveReceiver(plan, f"{transport}+", backend, *ends, heartbeat=self.heartbeat)
+        return ChunkPlan.of(spec, WireCodec.DENSE, backend.part_bytes), f"{transport}+", backend, self.end()
 
     def backend(self, transport: str) -> Backend:
         """Makes the backend of a pair, with gloo at the host at which this end listens."""
         if transport == "nccl":
-            return NcclBackend(nccl_library(self.device))
+            return NcclBackend(Nccl4py(self.device))
         return GlooBackend(host_of(self.address))
 
     def cuda(self) -> CudaRuntime:
@@ -141,11 +129,12 @@ def open_sender(transport: str, arena_name: str, spec: WeightsSpec, network: Net
     "auto". arena_name: of shared memory. folder: for files. Raises ArenaFull when there is too little memory for two
     slots, MemoryError when a device has too little."""
     if transport == "tcp":
-        return network().sender(spec)
+        ours = network()
+        return StreamSender(ChunkPlan.of(spec, ours.codec), ours.end())
     if transport in PAIRS:
-        return network().pair_sender(transport, spec)
+        return CollectiveSender(*network().pair(transport, spec))
     if transport == "cuda_ipc":
-        return DeviceWriter(arena_name, spec, network().cuda())
+        return open_device_writer(arena_name, spec, network().cuda())
     if transport == "file":
         return FileSender(folder, spec)
     return open_writer(arena_name, spec, "inproc" if transport == "inproc" else "ipc")
@@ -155,15 +144,16 @@ def open_receiver(published: Published, spec: WeightsSpec, network: Network, dev
     """Opens an engine's end on the event loop. device: of the engine. Raises PeerLost when the trainer has ended,
     WeightsError when both have different models."""
     if published.arena.startswith(NETWORK):
-        return network().receiver(spec)
+        ours = network()
+        return StreamReceiver(ChunkPlan.of(spec, ours.codec), ours.end())
     pairs, plus, _ = published.arena.partition("+")
     if plus and pairs in PAIRS:
-        return network().pair_receiver(pairs, spec)
+        return CollectiveReceiver(*network().pair(pairs, spec))
     if published.arena.startswith(FILE_SCHEME):
         return FileReceiver(spec)
     if published.arena.startswith(DEVICE_SCHEME):
-        return DeviceReader(published, spec, network().cuda())
+        return open_device_reader(published, spec, network().cuda())
     reader = open_reader(published, spec)
     if published.arena.startswith(SHARED_SCHEME) and device.startswith("cuda"):
-        return RegisteredArena(reader, lambda: network().cuda())
+        reader.before_first = partial(register_arena, open_cuda=lambda: network().cuda())
     return reader

@@ -8,13 +8,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import FleetFailed, PeerLost, Refused, WeightsError, errno_in
 from asyncrl.lanes.host_id import HostId
-from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.leases import CopiedVersions, Fetched, Leases, slot_of
 from asyncrl.lanes.weights.slot_memory import (
     WeightsSpec,
@@ -26,7 +26,7 @@ from asyncrl.lanes.weights.slot_memory import (
     views,
     with_aliases,
 )
-from asyncrl.lanes.weights.transports.held_version import in_thread, transfer_seconds
+from asyncrl.lanes.weights.transports.held_version import in_thread, new_memory, transfer_seconds
 from asyncrl.lanes.weights.version_folder import make_folder
 from asyncrl.protocols.messages import Published
 from asyncrl.protocols.weight_transports import SLOTS
@@ -52,8 +52,8 @@ class FileSender:
         self.leases: Leases = CopiedVersions()
         self._folder = folder.absolute()
         self._spec = spec
-        self._slot = Segment.private(max(spec.size, 1))
-        self._tensors = views(self._slot.buffer, spec)
+        self._slot = torch.from_numpy(new_memory(spec))
+        self._tensors = views(self._slot, spec)
         self._files: list[Path] = []
         make_folder(self._folder)
 
@@ -73,7 +73,7 @@ class FileSender:
         self._files = [*self._files, path][-KEPT:]
         self._remove_others()
         digest_of = digested_tensor(self._spec, version)
-        found = digest(self._slot.buffer, self._spec, digest_of)
+        found = digest(self._slot, self._spec, digest_of)
         address = f"{FILE_SCHEME}{self._folder}"
         seconds = transfer_seconds(self._spec.size)
         return Published(incarnation, version, address, slot_of(version), found, digest_of, transfer=seconds)
@@ -106,9 +106,11 @@ class FileReceiver:
     Invariant: the slot whose tensors were handed out last is not written before `tensors` has returned the next one.
     """
 
+    reopens = True
+
     def __init__(self, spec: WeightsSpec) -> None:
         self._spec = spec
-        self._slots = [Segment.private(max(spec.size, 1)) for _ in range(SLOTS)]
+        self._slots = [torch.from_numpy(new_memory(spec)) for _ in range(SLOTS)]
         self._held: list[tuple[int, int] | None] = [None] * SLOTS
         self._used = 0
 
@@ -121,7 +123,7 @@ class FileReceiver:
     def tensors(self, published: Published) -> dict[str, Tensor]:
         self.check(published)
         self._used = self._held.index((published.incarnation, published.version))
-        return with_aliases(views(self._slots[self._used].buffer, self._spec), self._spec)
+        return with_aliases(views(self._slots[self._used], self._spec), self._spec)
 
     def check(self, published: Published) -> None:
         if (published.incarnation, published.version) not in self._held:
@@ -135,7 +137,7 @@ class FileReceiver:
         folder = Path(published.arena.removeprefix(FILE_SCHEME))
         idle = self._used if self._held[self._used] is None else 1 - self._used
         self._held[idle] = None
-        targets = views(self._slots[idle].buffer, self._spec)
+        targets = views(self._slots[idle], self._spec)
         path = folder / _file_name(published.incarnation, published.version)
         try:
             with safe_open(path, framework="pt") as file:
@@ -160,7 +162,7 @@ class FileReceiver:
         except OSError as unreadable:
             why = f"{path} cannot be read on host {HostId.here().name}: {unreadable.strerror or unreadable}"
             raise WeightsError(why) from unreadable
-        check_digest(self._slots[idle].buffer, self._spec, published)
+        check_digest(self._slots[idle], self._spec, published)
         self._held[idle] = (published.incarnation, published.version)
 
 

@@ -16,6 +16,7 @@ from asyncrl.engines.ranks.weight_gathering import OwnSlice, WeightGathering, ga
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.protocols.rank_layout import Layout
+from tests.unit.protocols.resharding_cost import formula
 
 LAYOUT = Layout(tp=4, dp=2, generation_tp=2)
 WHOLE = {"q": (torch.randn(16, 6), 0), "o": (torch.randn(6, 16), 1), "bias": (torch.randn(16), 0)}
@@ -58,7 +59,7 @@ def gathered(dtype: torch.dtype) -> list[Gathered]:
 
 def run(regrouping: Regrouping, slices: Callable[[int], dict[str, OwnSlice]], dtype: torch.dtype) -> list[Gathered]:
     groups: dict[int, ThreadRanks] = {}
-    for members in regrouping.gathering():
+    for members in regrouping.layout.groups("gathering"):
         boxes: list[Tensor | None] = [None] * len(members)
         barrier = Barrier(len(members))
         groups |= {rank: ThreadRanks(place, boxes, barrier) for place, rank in enumerate(members)}
@@ -74,12 +75,11 @@ def run(regrouping: Regrouping, slices: Callable[[int], dict[str, OwnSlice]], dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_rank_gathers_what_it_generates_with(dtype: torch.dtype) -> None:
-    regrouping = Regrouping(LAYOUT)
     bytes_cut = sum(whole.numel() for whole, _ in WHOLE.values())
     for rank, (made, gathering, group) in enumerate(gathered(dtype)):
         for name, (whole, dim) in WHOLE.items():
-            assert torch.equal(made[name], whole.to(dtype).chunk(2, dim)[regrouping.place(rank).tp])
-        assert gathering.received == regrouping.cost(rank).volume * bytes_cut * dtype.itemsize
+            assert torch.equal(made[name], whole.to(dtype).chunk(2, dim)[LAYOUT.place(rank).tp // 2])
+        assert gathering.received == formula("zero-redundancy", LAYOUT).volume * bytes_cut * dtype.itemsize
         assert group.exchanges == 1
 
 
@@ -173,7 +173,7 @@ def test_a_rank_gathers_the_stages_that_it_samples_with(generation_pp: int) -> N
         own = range(rank // each * each, (rank // each + 1) * each)
         assert made.keys() == {name for name, held in HELD.items() if {*held} & {*own}}
         assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in made.items())
-        volume = Regrouping(layout).cost(rank).volume * len(LAYERS) * LAYER_BYTES
+        volume = formula("zero-redundancy", layout).volume * len(LAYERS) * LAYER_BYTES
         others = sum(LAYER_BYTES for name in made if name not in LAYERS and not {rank} & {*HELD[name]})
         if generation_pp == 1 and rank == STAGES - 1:
             others += LAYER_BYTES  # The first stage gives the embedding to all.

@@ -22,17 +22,12 @@ CONTROLLER_HELLO: dict[str, Any] = {"run": "other", "incarnation": 2, "protocol"
 
 
 @EVERY_WIRE
-async def test_a_call_returns_what_the_worker_answers(site: Any) -> None:
+async def test_a_call_returns_what_the_worker_answers_and_a_stream_yields_its_items_in_order(site: Any) -> None:
     async with site.serving() as worker, site.link(worker) as link:
         array = np.arange(100_000)
         number, text, same = await link.call("echo", (1, "two", array), 5.0)
         assert (number, text) == (1, "two")
         assert np.array_equal(same, array)
-
-
-@EVERY_WIRE
-async def test_a_stream_yields_the_items_in_order(site: Any) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
         assert [item async for item in link.stream("count", (1000,), 5.0)] == list(range(1000))
         assert await link.call("echo", (), 5.0) == ()
 
@@ -134,10 +129,20 @@ async def test_an_error_of_ours_arrives_as_its_own_class_with_the_remote_one_as_
         assert "raise error" in cause.remote_traceback
 
 
-async def test_any_other_error_arrives_as_a_remote_error(site: Any) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (ZeroDivisionError("by \ud800"), RemoteError, r"generation0\[1\] raised ZeroDivisionError: by \?"),
+        (RemoteError("KeyError", "x", "reward", 0, ""), RemoteError, r"reward\[0\] raised KeyError: x"),
+        (ExceptionGroup("outer", [ExceptionGroup("inner", [LostRows("gone")])]), LostRows, "gone"),
+        (asyncio.CancelledError(), RemoteError, "CancelledError"),
+    ],
+    ids=["another error", "over a second hop", "alone in its group", "cancelled within the worker"],
+)
+async def test_errors_of_a_worker_arrive(site: Any, error: BaseException, kind: type[Exception], says: str) -> None:
     async with site.serving() as worker, site.link(worker) as link:
-        worker.echo = lambda: raising(ZeroDivisionError("by \ud800"))
-        with pytest.raises(RemoteError, match=r"generation0\[1\] raised ZeroDivisionError: by \?"):
+        worker.echo = lambda: raising(error)
+        with pytest.raises(kind, match=says):
             await link.call("echo", (), 5.0)
         with pytest.raises(RemoteError, match="AttributeError"):
             await link.call("no_such_method", (), 5.0)
@@ -158,28 +163,6 @@ def test_errors_name_replica_and_rank(service: str, rank: int, instance: str, na
     assert str(remote) == f"{named} raised ZeroDivisionError: by 0"
     own = error_from(failure_from(LostRows("slot 3 is gone"), 0, worker))
     assert str(own) == f"{named}: slot 3 is gone"
-
-
-async def test_a_remote_error_keeps_its_kind_over_a_second_hop(site: Any) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
-        worker.echo = lambda: raising(RemoteError("KeyError", "x", "reward", 0, ""))
-        with pytest.raises(RemoteError, match=r"reward\[0\] raised KeyError: x"):
-            await link.call("echo", (), 5.0)
-
-
-async def test_a_lone_error_is_unwrapped_from_its_group(site: Any) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
-        group = ExceptionGroup("outer", [ExceptionGroup("inner", [LostRows("gone")])])
-        worker.echo = lambda: raising(group)
-        with pytest.raises(LostRows, match="gone"):
-            await link.call("echo", (), 5.0)
-
-
-async def test_a_call_that_is_cancelled_within_the_worker_fails(site: Any) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
-        worker.echo = lambda: raising(asyncio.CancelledError())
-        with pytest.raises(RemoteError, match="CancelledError"):
-            await link.call("echo", (), 5.0)
 
 
 async def test_an_error_in_a_stream_comes_after_its_items(site: Any) -> None:
@@ -256,60 +239,46 @@ async def test_items_of_a_lost_peer_are_not_delivered_late(site: Any, eventually
             await anext(items)
 
 
-async def test_a_dead_process_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
-        reasons = await outstanding(site, link, worker, eventually, lambda: link.fail("its process was killed (-9)"))
-        assert reasons == ["generation0[1]: its process was killed (-9)"] * 3
-        with pytest.raises(PeerLost, match="killed"):
-            await link.call("echo", (), 5.0)
+def kill(worker: Any, link: Any) -> None:
+    link.fail("its process was killed (-9)")
 
 
-@EVERY_WIRE
-async def test_a_broken_connection_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
+def close_listener(worker: Any, link: Any) -> None:
+    worker.server.listener.close()
+
+
+def skip_a_number_of_the_worker(worker: Any, link: Any) -> None:
+    (session,) = worker.server._sessions.values()
+    session.sequence.sent += 1
+    session.sequence.offer(Reply(0, None))
+
+
+def skip_a_number_of_the_caller(worker: Any, link: Any) -> None:
+    link._sequence.sent += 1
+    link._sequence.offer(Call(3, "echo", (), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("lose", "says"),
+    [
+        (kill, "generation0[1]: its process was killed (-9)"),
+        (close_listener, ""),
+        (skip_a_number_of_the_worker, "a gap: message 2 came where 1 was next"),
+        (skip_a_number_of_the_caller, "closes the connection: a gap: message 5 came where 4 was next"),
+    ],
+)
+async def test_a_lost_peer_fails_every_outstanding_call(
+    site: Any, eventually: Eventually, lose: Callable[[Any, Any], None], says: str
+) -> None:
     async with site.serving() as worker, site.link(worker) as link:
-        reasons = await outstanding(site, link, worker, eventually, worker.server.listener.close)
+        reasons = await outstanding(site, link, worker, eventually, lambda: lose(worker, link))
         assert len(set(reasons)) == 1
+        assert says in reasons[0]
         assert link.lost.is_set()
-
-
-async def test_a_gap_in_what_the_worker_sends_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
-
-        def skip_a_number() -> None:
-            (session,) = worker.server._sessions.values()
-            session.sequence.sent += 1
-            session.sequence.offer(Reply(0, None))
-
-        reasons = await outstanding(site, link, worker, eventually, skip_a_number)
-        assert all("a gap: message 2 came where 1 was next" in reason for reason in reasons)
-
-
-async def test_a_gap_in_what_the_caller_sends_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
-
-        def skip_a_number() -> None:
-            link._sequence.sent += 1
-            link._sequence.offer(Call(3, "echo", (), 1.0))
-
-        reasons = await outstanding(site, link, worker, eventually, skip_a_number)
-        assert all("closes the connection: a gap: message 5 came where 4 was next" in reason for reason in reasons)
-        await eventually(lambda: worker.server.running == 0)
-
-
-async def test_an_answer_to_a_call_never_made_ends_the_link(site: Any, eventually: Eventually) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
-        (session,) = worker.server._sessions.values()
-        session.sequence.offer(Reply(5, None))
-        await link.lost.wait()
-        assert "call 5, which was never made" in link.reason
-
-
-async def test_a_worker_that_greets_nobody_by_that_number_ends_the_link(site: Any, eventually: Eventually) -> None:
-    """What a caller meets after a reconnect: the worker does not know it."""
-    async with site.serving() as worker, site.link(worker) as link:
-        worker.server._sessions.clear()
         with pytest.raises(PeerLost):
             await link.call("echo", (), 5.0)
+        if lose is skip_a_number_of_the_caller:
+            await eventually(lambda: worker.server.running == 0)
 
 
 async def test_silent_peers_are_lost_after_three_heartbeats(site: Any, eventually: Eventually) -> None:

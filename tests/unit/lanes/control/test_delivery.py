@@ -27,12 +27,23 @@ def full_queue(link: Client) -> Iterator[None]:
     link._sequence._offer = offer
 
 
-async def test_a_second_welcome_ends_the_link(site: Any) -> None:
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (Welcome(WORKER.instance, 5), "an unexpected Welcome"),
+        (Reply(5, None), "call 5, which was never made"),
+        (Call(0, "echo", (), float("inf")), "has the deadline"),
+        (Call(0, "echo", (), float("nan")), "has the deadline"),
+        (Call(0, "echo", (), 0.0), "has the deadline"),
+    ],
+)
+async def test_a_message_that_nobody_sends_ends_the_link(site: Any, message: Any, says: str) -> None:
     async with site.serving() as worker, site.link(worker) as link:
         (session,) = worker.server._sessions.values()
-        session.sequence.offer(Welcome(WORKER.instance, 5))
+        sender = link._sequence if isinstance(message, Call) else session.sequence
+        sender.offer(message)
         await link.lost.wait()
-        assert "an unexpected Welcome" in link.reason
+        assert says in link.reason
 
 
 async def test_a_welcome_without_credit_is_no_welcome(site: Any) -> None:

@@ -82,15 +82,12 @@ def test_arrays_come_back(dtype: Any, shape: list[int]) -> None:
 def test_large_arrays_travel_untouched_in_frames_of_their_own() -> None:
     small = np.zeros(INLINE_BYTES - 1, np.uint8)
     large = np.zeros(INLINE_BYTES, np.uint8)
+    strided = np.arange(1000.0).reshape(10, 100)[:, ::3]
+    assert np.array_equal(decode(encode(strided)), strided)
     frames = encode((small, large))
     assert len(frames) == 2
     large[0] = 7
     assert frames[1][0] == 7
-
-
-def test_a_strided_array_comes_back() -> None:
-    array = np.arange(1000.0).reshape(10, 100)[:, ::3]
-    assert np.array_equal(decode(encode(array)), array)
 
 
 def test_every_message_of_a_training_call_comes_back() -> None:
@@ -99,6 +96,8 @@ def test_every_message_of_a_training_call_comes_back() -> None:
     assert decode(encode(call)) == call
     prompt = PromptGroup(1, 0, 1, [{"role": "user", "content": "2+2"}], (0, 1), 5, 0, 1.0, 64, 30.0)
     assert decode(encode(prompt)) == prompt
+    batch = Batch({"tokens": Column.of([np.arange(300, dtype=np.int32), np.arange(2, dtype=np.int32)])})
+    assert [list(r) for r in decode(encode(batch))["tokens"]] == [list(r) for r in batch["tokens"]]
 
 
 def test_last_fields_with_their_defaults_do_not_travel() -> None:
@@ -114,12 +113,6 @@ def test_last_fields_with_their_defaults_do_not_travel() -> None:
         assert decode([frame]) == sent
     with pytest.raises(WireError, match="a RowRef with 9 fields; it has 20"):
         decode([msgpack.packb([[], tree[:10]])])
-
-
-def test_a_batch_comes_back() -> None:
-    batch = Batch({"tokens": Column.of([np.arange(300, dtype=np.int32), np.arange(2, dtype=np.int32)])})
-    again = decode(encode(batch))
-    assert [list(r) for r in again["tokens"]] == [list(r) for r in batch["tokens"]]
 
 
 def test_numpy_scalars_travel_as_plain_ones() -> None:
@@ -178,10 +171,6 @@ def test_fields_are_checked_inside_containers(value: Any) -> None:
         decode(encode(value))
 
 
-def test_an_int_is_as_good_as_a_float() -> None:
-    assert type(decode(encode(Call(0, "step", (), 5))).deadline) is float
-
-
 def array_of(dtype: int, shape: list[int], where: Any) -> list[bytes]:
     return [msgpack.packb([[8], [2, dtype, shape, where]]), b"12345678"]
 
@@ -228,13 +217,13 @@ def test_offsets_that_wrap_around_are_refused() -> None:
         decode([msgpack.packb([[], tree])])
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.lists(st.binary(max_size=300), max_size=4))
 def test_any_bytes_are_refused_or_decoded(frames: list[bytes]) -> None:
     decoded_or_refused(frames)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_message_is_refused_or_decoded(data: st.DataObject) -> None:
     message = Call(
@@ -247,7 +236,7 @@ def test_a_damaged_message_is_refused_or_decoded(data: st.DataObject) -> None:
     decoded_or_refused([bytes(frame) for frame in frames])
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(VALUES)
 def test_any_tree_is_refused_or_decoded(tree: Any) -> None:
     decoded_or_refused([msgpack.packb([[], tree])])
@@ -344,7 +333,7 @@ async def test_both_sides_forget_the_same_rows(monkeypatch: pytest.MonkeyPatch) 
     line = Line()
     chance = random.Random(0)
     rows = [prompt_row(number, size=chance.choice([10, 400, 3000, 11_000])) for number in range(12)]
-    for number in range(2000):
+    for number in range(500):
         chosen = chance.choices(rows, k=chance.randint(1, 3))
         await line.sender.send(Call(number, "score", tuple(chosen), 60.0))
         assert [PromptRow.of(arg) for arg in line.received[-1].args] == chosen

@@ -248,7 +248,7 @@ def test_a_heartbeat_is_no_progress() -> None:
     assert over_a_wire(hang, main, heartbeat=4.0) == pytest.approx(600.0)
 
 
-@pytest.mark.parametrize("still", [0.5, 20.0, 60.0, 86400.0])
+@pytest.mark.parametrize("still", [0.5, 20.0, 86400.0])
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_process_that_stood_still_blames_no_peer(still: float, answers: bool) -> None:
     """The answer came meanwhile, and is read some turns of the loop after the timers are."""

@@ -84,19 +84,16 @@ async def test_rows_of_several_owners_come_in_the_order_asked_for(owners: Owners
     order = [5, 3, 79, 0, 12, *range(20, 78)]
     async with reader:
         batch = await reader.read(BatchRef(tuple(rows)).take(order), ["logprobs", "reference", "tokens"])
+        empty = await reader.read(BatchRef(()), ["tokens"])
     assert list(batch.columns) == ["logprobs", "reference", "tokens"]
     for number, value in enumerate(order):
         assert batch["tokens"][number].tolist() == [value] * (value % 5)
         assert batch["logprobs"][number].tolist() == [value / 2] * (value % 5)
         assert batch["reference"][number].tolist() == [value] * 2
     assert batch["tokens"].values.dtype == np.int32
+    assert len(empty) == 0
     for store in (*stores, reference):
         store.close()
-
-
-async def test_nothing_is_read_of_no_rows(reader: RowReader) -> None:
-    async with reader:
-        assert len(await reader.read(BatchRef(()), ["tokens"])) == 0
 
 
 async def test_a_batch_is_the_readers_own(owners: Owners, reader: RowReader) -> None:
@@ -170,15 +167,6 @@ async def test_a_successor_at_the_same_address_is_not_asked(owners: Owners, read
         with pytest.raises(LostRows, match="is gone"):
             await reader.read(BatchRef((ref(0, other),)), ["tokens"])
         assert len(await reader.read(BatchRef((ref(0, place),)), ["tokens"])) == 1
-    store.close()
-
-
-async def test_concurrent_reads_share_one_connection(owners: Owners, reader: RowReader) -> None:
-    store = owners.store("a")
-    refs = BatchRef((ref(0, store.put(row(1, 4))),))
-    async with reader:
-        await asyncio.gather(*(reader.read(refs, ["tokens"]) for _ in range(10)))
-        assert len(reader._tables) + len(reader._fetcher.clients) == 1
     store.close()
 
 

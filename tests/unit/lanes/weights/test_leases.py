@@ -37,26 +37,17 @@ def test_no_schedule_overwrites_what_is_read(schedule: list[tuple[str, int]]) ->
     assert set(leases.holders(newest + 1)) == held
 
 
-def test_holder_is_named_until_it_flips() -> None:
+def test_a_holder_is_named_until_it_flips_and_late_repetitions_change_nothing() -> None:
     leases = Leases()
     leases.end_write(4)
     leases.using("a", 4)
     leases.using("b", 4)
     leases.end_write(5)
     leases.using("b", 5)
+    leases.using("b", 4)
     assert leases.holders(6) == ["a"]
     leases.using("a", 5)
     assert leases.holders(6) == []
-
-
-def test_late_repetitions_change_nothing() -> None:
-    leases = Leases()
-    leases.end_write(0)
-    leases.using("a", 0)
-    leases.end_write(1)
-    leases.using("a", 1)
-    leases.using("a", 0)
-    assert leases.holders(2) == []
 
 
 def test_joining_at_a_version_that_is_gone_is_refused() -> None:

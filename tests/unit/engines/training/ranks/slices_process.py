@@ -52,7 +52,7 @@ def gathered(trainer: PolicyTrainer, mesh: RankMesh, whole: dict[str, Tensor], t
     )
     weights.hold_once(tensors)
     twice = weights.held_twice(tensors)
-    place = regrouping.place(mesh.rank).tp
+    place = LAYOUT.place(mesh.rank).tp // (LAYOUT.tp // tp)
     slices = all(torch.equal(each, slice_of(whole[name], name, tp, place)) for name, each in tensors.items())
     before = {name: each.clone() for name, each in tensors.items()}
     weights.hold_apart()

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.lanes.weights.plan.regrouping import Regrouping
 from tests.unit.engines.training.ranks import slices_process
 from tests.unit.engines.training.ranks.slices_process import LAYOUT
 
 SIZES = (2, 4)
-GROUPS = [Regrouping(LAYOUT).replicas(), Regrouping(LAYOUT, "vanilla").replicas(), [[0, 1, 2, 3]]]
+GROUPS = [LAYOUT.generation_replicas(), [[0, 1], [2, 3]], [[0, 1, 2, 3]]]
 
 
 @pytest.fixture(scope="module")

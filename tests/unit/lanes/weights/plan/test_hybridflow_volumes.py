@@ -1,6 +1,7 @@
 """HybridFlow (EuroSys 2025), Table 2: the plan moves exactly the printed bytes to every rank."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,8 @@ from asyncrl.lanes.weights.plan.weight_plan import (
     place_model,
 )
 from asyncrl.protocols.rank_layout import Layout
-from tests.unit.protocols.resharding_cost import System, formula
+from tests.unit.protocols.resharding_cost import formula
 from tests.unit.protocols.test_rank_layout import layouts
-
-SHARES = 4
-LAYOUTS = [(pp, tp, dp, gpp, gtp) for pp, tp, dp, gpp, gtp in layouts() if dp == 64 // (pp * tp) or pp * tp * dp <= 16]
-"""Every (p, t, p_g, t_g) of up to 64 ranks with the largest d, and every d of up to 16 ranks: d is only replicas."""
 
 
 def volumes(training: ParallelLayout, generation: ParallelLayout, ranks: tuple[int, ...]) -> set[Fraction]:
@@ -37,34 +34,28 @@ def volumes(training: ParallelLayout, generation: ParallelLayout, ranks: tuple[i
     return {Fraction(int(received), whole) for received in plan.traffic.received}
 
 
-def printed(system: System, layout: Layout) -> set[Fraction]:
+def printed(system: Any, layout: Layout) -> set[Fraction]:
     return {formula(system, layout).volume}
 
 
 def test_deepspeed_chat_gathers_all_shards_everywhere() -> None:
-    for size in range(1, 65):
+    for size in (1, 2, 3, 8, 64):
         ranks = tuple(range(size))
         found = volumes(ParallelLayout(fsdp=size), ParallelLayout(dp=size), ranks)
         assert found == printed("DeepSpeed-Chat", Layout(dp=size))
         assert volumes(ParallelLayout(zero=size), ParallelLayout(dp=size), ranks) == found
 
 
-@pytest.mark.parametrize("share", range(SHARES))
-def test_hybridflow_v_gathers_the_model_within_a_training_replica(share: int) -> None:
-    for pp, tp, dp in sorted({sizes[:3] for sizes in LAYOUTS})[share::SHARES]:
+def test_hybridflow_moves_only_what_the_shard_lacks_and_its_v_the_model_within_a_training_replica() -> None:
+    for pp, tp, dp, gpp, gtp in layouts(12):
         training = ParallelLayout(pp=pp, tp=tp, dp=dp)
-        found = volumes(training, ParallelLayout(dp=training.size), tuple(range(training.size)))
-        assert found == printed("vanilla", Layout(pp, tp, dp)), training
-
-
-@pytest.mark.parametrize("share", range(SHARES))
-def test_hybridflow_moves_only_what_the_shard_lacks(share: int) -> None:
-    for pp, tp, dp, gpp, gtp in LAYOUTS[share::SHARES]:
-        training = ParallelLayout(pp=pp, tp=tp, dp=dp)
-        size = pp * tp * dp
+        size = training.size
         generation = ParallelLayout(pp=gpp, tp=gtp, dp=size // (gpp * gtp))
         found = volumes(training, generation, generation_ranks(training, generation))
         assert found == printed("zero-redundancy", Layout(pp, tp, dp, gpp, gtp)), (training, generation)
+        if gpp == gtp == 1:
+            found = volumes(training, ParallelLayout(dp=size), tuple(range(size)))
+            assert found == printed("vanilla", Layout(pp, tp, dp)), training
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from asyncrl.lanes.weights.plan.placements import (
     Placement,
     Replicate,
     Shard,
-    flat_shards,
 )
 from asyncrl.lanes.weights.plan.weight_plan import GRAINS, make_plan
 from tests.unit.lanes.weights.plan.strategies import mesh_transfers, transfers
@@ -25,10 +24,9 @@ from tests.unit.lanes.weights.plan.transfer_simulation import (
 )
 
 Transfer = tuple[Sequence[CheckpointTensor], Mapping[str, Placement], Mapping[str, Placement]]
-QKV = {"qkv": ("layers.0.q", "layers.0.k", "layers.0.v"), "gate_up": ("layers.0.gate", "layers.0.up")}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(transfers(), st.sampled_from([None, 1, 2]), st.sampled_from([4, 16, 1 << 20]))
 def test_what_arrives_equals_direct_slicing(transfer: Transfer, copies: int | None, bucket_bytes: int) -> None:
     plan = make_plan(*transfer, copies=copies, bucket_bytes=bucket_bytes)
@@ -41,7 +39,7 @@ def test_what_arrives_equals_direct_slicing(transfer: Transfer, copies: int | No
     assert all(b.bytes <= max(4, bucket_bytes) for each in all_schedules(plan) for b in each.sends)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(mesh_transfers(), st.sampled_from([None, 1]))
 def test_senders_are_balanced_as_well_as_the_placements_allow(transfer: Transfer, copies: int | None) -> None:
     """A row is the smallest thing that is sent; of tensors this small it is as large as several grains."""
@@ -53,7 +51,7 @@ def test_senders_are_balanced_as_well_as_the_placements_allow(transfer: Transfer
     assert plan.traffic.sent.max() <= 1.05 * least + grain + len(transfer[0]) * rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(transfers(), st.randoms(use_true_random=False))
 def test_the_order_of_tensors_and_mappings_changes_nothing(transfer: Transfer, random: "np.random.Generator") -> None:
     tensors, source, destination = transfer
@@ -63,20 +61,6 @@ def test_the_order_of_tensors_and_mappings_changes_nothing(transfer: Transfer, r
     plan = make_plan(tensors, source, destination)
     assert plan.digest == turned.digest
     assert all_schedules(plan) == all_schedules(turned)
-
-
-def test_fused_destinations_take_several_tensors() -> None:
-    sizes = {"q": 8, "k": 4, "v": 4, "gate": 10, "up": 10}
-    tensors = [CheckpointTensor(f"layers.0.{name}", (rows, 6)) for name, rows in sizes.items()]
-    source = {tensor.name: flat_shards(tensor.shape, [[0, 1, 2]]) for tensor in tensors}
-    target = Mesh.of(np.arange(3, 7).reshape(2, 2), Replicate(), Shard(0))
-    destination: dict[str, Placement] = {tensor.name: target for tensor in tensors}
-    simulated = SimulatedTransfer(make_plan(tensors, source, destination), source, destination, QKV)
-    simulated.run()
-    simulated.check()
-    q, k, v = (simulated.whole[f"layers.0.{name}"] for name in "qkv")
-    fused = simulated.received[4]["qkv"].reshape(8, 6)
-    np.testing.assert_array_equal(fused, np.concatenate([q[4:], k[2:], v[2:]]))
 
 
 def test_a_rank_that_holds_what_it_needs_receives_nothing() -> None:

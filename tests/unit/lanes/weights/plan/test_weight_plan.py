@@ -13,12 +13,11 @@ from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.plan.placements import Boxes, CheckpointTensor, Mesh, Placement, Replicate, Shard
 from asyncrl.lanes.weights.plan.schedule import bounded, schedule_of
 from asyncrl.lanes.weights.plan.weight_plan import ROUTES, layer, make_plan, parse_layout, place_model
-from tests.unit.lanes.weights.plan.transfer_simulation import all_schedules, cover
+from tests.unit.lanes.weights.plan.transfer_simulation import cover
 
 LAYOUTS = [
-    ("fsdp8", "tp2.dp4"), ("tp2.pp2.dp2", "tp4.dp2"), ("tp4.pp2", "tp2.dp4"), ("dp8", "tp2.dp4"), ("zero8", "tp4.dp2"),
-    ("fsdp8", "tp2.dp1"), ("dp16", "tp4"), ("dp4.fsdp4", "tp2.dp2"), ("dp1", "dp8"), ("tp4.dp2", "tp2.pp2.dp3"),
-    ("dp8.fsdp64", "tp4.dp128"), ("dp512", "tp4.dp1"), ("tp4.pp2.dp64", "tp4.dp128"),
+    ("tp2.pp2.dp2", "tp4.dp2"), ("zero8", "tp4.dp2"), ("dp1", "dp8"), ("dp4.fsdp4", "tp2.dp2"),
+    ("tp4.pp2.dp64", "tp4.dp128"),
 ]  # fmt: skip
 ONE = Mesh.of(np.arange(1), Replicate())
 TWO = Mesh.of(np.arange(1, 3), Shard(0))
@@ -48,13 +47,6 @@ def test_the_trainer_sends_no_more_copies_than_receivers_have_time_for() -> None
     assert traffic.busiest < 1.1 * traffic.received.max()
 
 
-def test_operations_are_the_boxes_of_all_schedules() -> None:
-    for layouts in [("dp3", "tp2.dp2"), ("dp2.fsdp2", "tp2.dp5"), ("fsdp4", "dp2")]:
-        planned = plan_transfer("qwen2.5-0.5b", *map(parse_layout, layouts), copies=2)
-        plan = replace(planned.plan, bucket_bytes=1 << 40)
-        assert plan.operations == sum(len(b.parts) for each in all_schedules(plan) for b in each.sends)
-
-
 def test_buckets_are_in_the_order_of_layers_and_bounded() -> None:
     plan = plan_transfer("qwen2.5-0.5b", parse_layout("dp2"), parse_layout("dp2")).plan
     received = schedule_of(plan, 2).receives
@@ -65,7 +57,7 @@ def test_buckets_are_in_the_order_of_layers_and_bounded() -> None:
     assert max(bucket.bytes for bucket in received) > plan.bucket_bytes // 2
 
 
-@pytest.mark.parametrize("elements", [1, 2, 5, 7, 1000])
+@pytest.mark.parametrize("elements", [1, 7, 1000])
 def test_a_box_is_cut_into_boxes_that_fit(elements: int) -> None:
     boxes = bounded(((0, 3), (0, 4), (0, 5)), elements)
     assert cover(boxes, (3, 4, 5))
@@ -73,13 +65,7 @@ def test_a_box_is_cut_into_boxes_that_fit(elements: int) -> None:
 
 
 def test_layers_are_sorted_by_number() -> None:
-    names = [
-        "lm_head.weight",
-        "model.layers.10.w",
-        "model.layers.9.w",
-        "model.norm.weight",
-        "model.embed_tokens.weight",
-    ]
+    names = ["lm_head.weight", "model.layers.10.w", "model.layers.9.w", "model.embed_tokens.weight"]
     assert sorted(names, key=layer)[:3] == ["model.embed_tokens.weight", "model.layers.9.w", "model.layers.10.w"]
 
 
@@ -89,7 +75,7 @@ def test_processes_with_other_hash_seeds_compute_the_same_plan_without_torch() -
             [sys.executable, "-c", DIGEST], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True,
             check=True, timeout=60,
         ).stdout
-        for seed in ("0", "1", "77")
+        for seed in ("0", "77")
     }  # fmt: skip
     assert len(printed) == 1
     assert printed.pop().split()[1] == "False"
@@ -115,13 +101,12 @@ def test_different_plans_are_refused_with_the_first_difference() -> None:
 
 
 def test_a_far_difference_of_a_long_line_is_shown() -> None:
-    tensors = [CheckpointTensor("a", (512,))]
     ranks = np.arange(512)
-    plans = [make_plan(tensors, {"a": Mesh.of(each, Shard(0))}, {"a": ONE}) for each in (ranks, np.roll(ranks, 1))]
     swapped = np.array([*ranks[:510], 511, 510])
-    plans.append(make_plan(tensors, {"a": Mesh.of(swapped, Shard(0))}, {"a": ONE}))
+    tensors = [CheckpointTensor("a", (512,))]
+    ours, theirs = (make_plan(tensors, {"a": Mesh.of(each, Shard(0))}, {"a": ONE}).summary for each in (ranks, swapped))
     with pytest.raises(WeightsError, match=r"509 510 511'.*509 511 510'") as refused:
-        plans[0].summary.check(plans[2].summary)
+        ours.check(theirs)
     assert len(str(refused.value)) < 700
 
 

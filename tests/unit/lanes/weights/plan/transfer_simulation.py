@@ -8,35 +8,34 @@ import numpy as np
 from asyncrl.lanes.weights.plan.placements import Box, CheckpointTensor, Placement, as_box, box_volume, intersection
 from asyncrl.lanes.weights.plan.schedule import Bucket, Part, RankSchedule, schedule_of
 from asyncrl.lanes.weights.plan.weight_plan import WeightPlan
-from tests.unit.lanes.weights.plan.local_views import LocalView, RankMemory
 
 Placements = Mapping[str, Placement]
 Memory = dict[str, np.ndarray]
-Fused = Mapping[str, Sequence[str]]
+"""Tensors as a whole, 0 where a rank has nothing."""
 
 
 class SimulatedTransfer:
-    """Holds flat arrays of all parameters of all ranks; `writes` counts how often each element was written."""
+    """Holds the memory of all ranks; `writes` counts how often each element was written."""
 
-    def __init__(
-        self, plan: WeightPlan, source: Placements, destination: Placements, fused: Fused | None = None
-    ) -> None:
+    def __init__(self, plan: WeightPlan, source: Placements, destination: Placements) -> None:
         self.plan = plan
+        self.schedules = dict(enumerate(all_schedules(plan)))
         self.tensors = [each.tensor for each in plan.tensors]
-        self.source = {rank: RankMemory.of(rank, self.tensors, source) for rank in range(plan.ranks)}
-        self.target = {rank: RankMemory.of(rank, self.tensors, destination, fused) for rank in range(plan.ranks)}
-        self.schedules = {rank: schedule_of(plan, rank) for rank in range(plan.ranks)}
         self.whole = whole_tensors(self.tensors)
-        self.held = {rank: self._filled(memory) for rank, memory in self.source.items()}
-        self.received = {rank: _zeros(memory) for rank, memory in self.target.items()}
-        self.writes = {rank: _zeros(memory) for rank, memory in self.target.items()}
+        self.held = {rank: self._masked(rank, source) for rank in self.schedules}
+        self.needed = {rank: self._masked(rank, destination) for rank in self.schedules}
+        self.received = {rank: self._empty() for rank in self.schedules}
+        self.writes = {rank: self._empty() for rank in self.schedules}
 
-    def _filled(self, memory: RankMemory) -> Memory:
-        arrays = _zeros(memory)
-        for name, stored in memory.stored.items():
-            for box, _, _ in stored:
-                strided(arrays, memory.view(name, box))[...] = sliced(self.whole[name], box)
-        return arrays
+    def _masked(self, rank: int, placements: Placements) -> Memory:
+        """Returns what a placement gives to a rank."""
+        return {
+            each.name: np.asarray(self.whole[each.name] * masks(each, placements[each.name]).get(rank, False))
+            for each in self.tensors
+        }
+
+    def _empty(self) -> Memory:
+        return {name: np.zeros_like(tensor) for name, tensor in self.whole.items()}
 
     def run(self) -> None:
         for rank, schedule in self.schedules.items():
@@ -65,25 +64,21 @@ class SimulatedTransfer:
         assert not messages, f"sent in slot {slot}, and received by nobody: {list(messages)}"
 
     def _read(self, rank: int, part: Part) -> np.ndarray:
-        memories, arrays = (self.target, self.received) if part.relayed else (self.source, self.held)
-        view = memories[rank].view(part.tensor, part.box)
-        if part.relayed:
-            assert (strided(self.writes[rank], view) == 1).all(), "passed on before it was received"
-        return strided(arrays[rank], view).copy()
+        memory = self.received if part.relayed else self.held
+        values = sliced(memory[rank][part.tensor], part.box).copy()
+        assert values.all(), "sent before it was received, or by a rank that does not hold it"
+        return values
 
     def _write(self, rank: int, part: Part, values: np.ndarray) -> None:
-        view = self.target[rank].view(part.tensor, part.box)
-        strided(self.received[rank], view)[...] = values
-        strided(self.writes[rank], view)[...] += 1
+        sliced(self.received[rank][part.tensor], part.box)[...] = values
+        sliced(self.writes[rank][part.tensor], part.box)[...] += 1
 
     def check(self) -> None:
-        """Every element is there, is right, and was written once."""
-        for rank, memory in self.target.items():
-            for name, stored in memory.stored.items():
-                for box, _, _ in stored:
-                    found = strided(self.received[rank], memory.view(name, box))
-                    np.testing.assert_array_equal(found, sliced(self.whole[name], box))
-            assert all((writes == 1).all() for writes in self.writes[rank].values())
+        """Every element is there, is right, and was written once; nothing else was."""
+        for rank, needed in self.needed.items():
+            for name, expected in needed.items():
+                np.testing.assert_array_equal(self.received[rank][name], expected)
+                np.testing.assert_array_equal(self.writes[rank][name], expected > 0)
 
     def bytes_sent(self, *, relayed: bool) -> list[int]:
         item_bytes = {tensor.name: tensor.item_bytes for tensor in self.tensors}
@@ -135,14 +130,8 @@ def at_slot(buckets: Sequence[Bucket], slot: tuple[int, int]) -> list[Bucket]:
     return [bucket for bucket in buckets if (bucket.stage, bucket.phase) == slot]
 
 
-def strided(arrays: Memory, view: LocalView) -> np.ndarray:
-    flat = arrays[view.parameter]
-    strides = tuple(stride * flat.itemsize for stride in view.strides)
-    return np.lib.stride_tricks.as_strided(flat[view.offset :], view.shape, strides)
-
-
 def sliced(whole: np.ndarray, box: Box) -> np.ndarray:
-    return whole[tuple(slice(start, stop) for start, stop in box)]
+    return whole[(*(slice(start, stop) for start, stop in box), ...)]
 
 
 def whole_tensors(tensors: Sequence[CheckpointTensor]) -> dict[str, np.ndarray]:
@@ -154,10 +143,6 @@ def whole_tensors(tensors: Sequence[CheckpointTensor]) -> dict[str, np.ndarray]:
         found[tensor.name] = np.arange(first, first + size).reshape(tensor.shape)
         first += size
     return found
-
-
-def _zeros(memory: RankMemory) -> Memory:
-    return {name: np.zeros(prod(shape), np.int64) for name, shape in memory.shapes.items()}
 
 
 def all_schedules(plan: WeightPlan) -> list[RankSchedule]:

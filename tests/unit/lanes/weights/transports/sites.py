@@ -20,7 +20,7 @@ from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.lanes.weights.transports.collective_transfer import CollectiveSender
 from asyncrl.lanes.weights.transports.communicator import Backend, GlooBackend
-from asyncrl.lanes.weights.transports.device_arena import CudaRuntime, DeviceWriter
+from asyncrl.lanes.weights.transports.device_arena import CudaRuntime
 from asyncrl.lanes.weights.transports.nccl import NcclBackend
 from asyncrl.lanes.weights.transports.transport_ends import WeightNetwork, WeightReceiver, open_receiver, open_sender
 from asyncrl.lanes.weights.transports.weight_files import FileSender
@@ -119,11 +119,9 @@ class Site:
         elif isinstance(self.sender, FileSender):
             path = self.sender._files[-1]
             path.write_bytes(path.read_bytes()[:-100] + bytes(100))
-        elif isinstance(self.sender, DeviceWriter):
-            self.sender._slots[published.slot][100] ^= 1
         else:
             assert isinstance(self.sender, Writer)
-            self.sender._slot(published.slot)[100] ^= 1
+            self.sender._slots[published.slot][100] ^= 1
 
     def stall(self, published: Published) -> None:
         """Leaves the published version as it is in the middle of a write that does not end."""
@@ -135,7 +133,7 @@ class Site:
             path = self.sender._files[-1]
             path.rename(path.with_suffix(".draft"))
         else:
-            assert isinstance(self.sender, Writer | DeviceWriter)
+            assert isinstance(self.sender, Writer)
             self.sender._stamp(published.slot, INCARNATION, BEING_WRITTEN)
 
     def in_transfer(self, published: Published) -> bool:
@@ -154,7 +152,7 @@ class Site:
             path = self.sender._files[-1]
             path.with_suffix(".draft").rename(path)
         else:
-            assert isinstance(self.sender, Writer | DeviceWriter)
+            assert isinstance(self.sender, Writer)
             self.sender._stamp(published.slot, INCARNATION, published.version)
 
 

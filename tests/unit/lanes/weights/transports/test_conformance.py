@@ -23,8 +23,11 @@ from tests.unit.lanes.weights.transports.sites import (
     with_other_digest,
 )
 
+ALIKE = ("inproc", "gloo")
+"""Their code is that of shm and nccl, on other memory; test_arena.py and test_pairs.py have both."""
 
-@pytest.fixture(params=TRANSPORTS)
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] if name in ALIKE else []) for name in TRANSPORTS])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -231,7 +234,7 @@ async def test_the_trainer_waits_for_no_reader_that_copies(transport: str, tmp_p
         assert has(await take(receiver, newest), 7)
 
 
-@pytest.mark.parametrize("transport", COPYING)
+@pytest.mark.parametrize("transport", ["tcp", "file", "nccl"])
 async def test_the_version_before_the_newest_can_still_be_taken(transport: str, tmp_path: Path) -> None:
     async with open_site(transport, tmp_path) as site:
         before = [site.write(version) for version in range(3)][1]

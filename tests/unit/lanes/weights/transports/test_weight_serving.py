@@ -62,7 +62,7 @@ async def test_a_late_joiner_does_not_keep_others_from_differences() -> None:
 
 
 async def ask(stream: Stream, method: str, *args: object) -> object:
-    client = await stream.receiver()._client(stream.sender.server.address)
+    client = await stream.receiver().end.client("inproc://trainer", 5.0)
     return await client.call(method, args, 5.0)
 
 
