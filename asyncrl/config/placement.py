@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from asyncrl.config.experiment import Experiment
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Problem, wrong
 from asyncrl.config.sections.device_pools import CPU, Assignment, Demand, Device, DevicePlace, DevicePool, assign
 from asyncrl.config.sections.training_config import SHARDED, AnyLayout, DeepspeedConfig, GenerationLayoutConfig
 from asyncrl.errors import ConfigError
@@ -38,7 +38,7 @@ def joining_problems(config: Experiment) -> Iterator[Problem]:
     replicas = _replicas(config)
     for service in fleet.ray_resources.keys() - replicas.keys():
         text = f"no {service} workers may join; those of this experiment that may are {', '.join(sorted(replicas))}"
-        yield Problem("fleet.ray_resources", "", text)
+        yield wrong("fleet.ray_resources", text)
     if bool(fleet.listen) != bool(fleet.joined):
         missing, present = ("fleet.joined", "fleet.listen") if fleet.listen else ("fleet.listen", "fleet.joined")
         text = "fleet.listen is where workers join, and fleet.joined says which: write both or none"
@@ -46,8 +46,7 @@ def joining_problems(config: Experiment) -> Iterator[Problem]:
     for service, needed in fleet.joined.items():
         if service not in replicas:
             known = ", ".join(sorted(replicas))
-            text = f"no {service} workers may join; those of this experiment that may are {known}"
-            yield Problem("fleet.joined", "", text)
+            yield wrong("fleet.joined", f"no {service} workers may join; those of this experiment that may are {known}")
         elif needed > replicas[service]:
             text = f"{needed} {service} workers are to join, and there are {replicas[service]}"
             key = f"{'evaluate' if service == 'evaluation' else service}.replicas"
@@ -57,18 +56,18 @@ def joining_problems(config: Experiment) -> Iterator[Problem]:
                 yield Problem("fleet.joined", "", f"{text}: raise {key}", (key,))
         elif service == "training" and needed < replicas[service]:
             text = f"the {replicas[service]} ranks of the trainer join together: write training = {replicas[service]}"
-            yield Problem("fleet.joined", "", text, ("training.layout",))
+            yield wrong("fleet.joined training.layout", text)
     if fleet.joined and fleet.wire != "tcp":
         text = 'workers that join reach the others over a network: write fleet.wire = "tcp"'
-        yield Problem("fleet.wire", "", text, ("fleet.joined",))
+        yield wrong("fleet.wire fleet.joined", text)
     engine = config.generation.engine_facts
     if not {"training", "generation", "evaluation"}.isdisjoint(fleet.joined) and not engine.reads("tcp"):
         where = "from the shared memory of the trainer's host"
         text = f"{engine.title} takes new weights {where}: neither of the two can join yet"
-        yield Problem("fleet.joined", "", text, ("generation.engine",))
+        yield wrong("fleet.joined generation.engine", text)
     if "reward" in fleet.joined and config.feedback.asks:
         text = "the reward worker serves the page on which people rate, on the host of the controller: it cannot join"
-        yield Problem("fleet.joined", "", text, ("feedback.ask",))
+        yield wrong("fleet.joined feedback.ask", text)
 
 
 def layouts(config: Experiment) -> dict[str, AnyLayout]:
@@ -110,35 +109,35 @@ def _led_problems(config: Experiment, service: str, layout: AnyLayout) -> Iterat
     """Yields what a service other than the trainer cannot have in its layout."""
     if layout.size > 1 and service in config.scorers and not config.scorers[service].model:
         text = f"the ranks share a model, and there is no {service}.model: write that, or layout = {{}}"
-        yield Problem(f"{service}.layout", "", text, (f"{service}.model",))
+        yield wrong(f"{service}.layout {service}.model", text)
     if layout.size > 1 and service == "reward" and config.feedback.asks:
         text = "several ranks are not supported with people who rate: write layout = {}"
-        yield Problem("reward.layout", "", text, ("feedback.ask",))
+        yield wrong("reward.layout feedback.ask", text)
     if layout.size > 1 and service in config.fleet.joined:
         text = f"several ranks that join are not supported: leave {service} out of fleet.joined, or write layout = {{}}"
-        yield Problem(f"{service}.layout", "", text, ("fleet.joined",))
+        yield wrong(f"{service}.layout fleet.joined", text)
 
 
 def _trainer_problems(config: Experiment) -> Iterator[Problem]:
     layout = config.training.layout
     if layout.pp > 1 and (layout.shard > 1 or min(layout.tp, layout.dp) > 1):
         text = f"pp = {layout.pp} is supported alone, beside tp and beside dp: write shard = 1, and tp = 1 or dp = 1"
-        yield Problem("training.layout", "", text)
+        yield wrong("training.layout", text)
     if layout.sp > 1 and max(layout.pp, layout.tp, layout.shard) > 1:
         text = f"sp = {layout.sp} is supported alone and beside dp: write pp = 1, tp = 1 and shard = 1"
-        yield Problem("training.layout", "", text)
+        yield wrong("training.layout", text)
     if layout.sp > 1 and config.model.lora is not None:
         text = "sp was never tried with adapters; write sp = 1, and dp or shard for ranks"
-        yield Problem("training.layout", "", text, ("model.lora",))
+        yield wrong("training.layout model.lora", text)
     if layout.ep > 1 and max(layout.pp, layout.tp, layout.sp, layout.shard) > 1:
         text = f"ep = {layout.ep} is not supported beside pp, tp, sp or shard: write these as 1, and dp for more ranks"
-        yield Problem("training.layout", "", text)
+        yield wrong("training.layout", text)
     if layout.ep > 1 and config.model.lora is not None:
         text = "ep is not supported with adapters; write ep = 1, and dp or shard for ranks"
-        yield Problem("training.layout", "", text, ("model.lora",))
+        yield wrong("training.layout model.lora", text)
     if layout.tp > 1 and config.model.lora is not None:
         text = "tp does not split layers with adapters yet; write tp = 1, and dp or shard for ranks"
-        yield Problem("training.layout", "", text, ("model.lora",))
+        yield wrong("training.layout model.lora", text)
     yield from deepspeed_problems(config)
 
 
@@ -149,7 +148,7 @@ def deepspeed_problems(config: Experiment) -> Iterator[Problem]:
     if training.engine == "torch":
         if training.deepspeed != DeepspeedConfig():
             text = 'nothing reads it with training.engine = "torch": remove it, or write engine = "deepspeed"'
-            yield Problem("training.deepspeed", "", text, ("training.engine",), is_warning=True)
+            yield wrong("training.deepspeed training.engine", text, is_warning=True)
         return
     axes = [axis for axis in ("pp", "tp", "sp", "ep", "shard") if getattr(layout, axis) > 1]
     dp = "write layout = { dp = N }, over whose ranks training.deepspeed.stage shares out"

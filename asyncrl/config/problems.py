@@ -31,6 +31,12 @@ class Problem:
         return f"{place}: {self.text}".removeprefix(": ")
 
 
+def wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
+    """Makes a problem. keys: keys that it is about, separated by spaces. text: may be broken into lines anywhere."""
+    key, *others = keys.split()
+    return Problem(key, "", " ".join(text.split()), tuple(others), is_warning)
+
+
 class Incoherent(ValueError):
     """Reports that values of a config contradict each other."""
 

@@ -5,7 +5,7 @@ from math import isclose
 
 from asyncrl.config.experiment import Experiment, RewardConfig
 from asyncrl.config.placement import colocation_problems, joining_problems, layout_problems, pool_problems
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Problem, wrong
 from asyncrl.config.section_rules import (
     acting_problems,
     feedback_problems,
@@ -42,7 +42,7 @@ def rule_problems(config: Experiment) -> Iterator[Problem]:
     """Yields every contradiction, every key that a chosen part needs and lacks, and warnings about unread values."""
     a = config.algorithm
     if not config.name or "/" in config.name:
-        yield _wrong("name", f"it names directories of runs, and {config.name!r} cannot: write a word without slashes")
+        yield wrong("name", f"it names directories of runs, and {config.name!r} cannot: write a word without slashes")
     yield from (*_group_rules(config), *_weight_rules(a), *_advantage_rules(a), *_cost_rules(config))
     yield from (*_pretraining_rules(config), *_loss_rules(a), *_step_rules(config), *feedback_problems(config))
     for name, section in config.scorers.items():
@@ -56,12 +56,6 @@ def rule_problems(config: Experiment) -> Iterator[Problem]:
     yield from (*colocation_problems(config), *lockstep_problems(config))
 
 
-def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
-    """Makes a problem. keys: keys that it is about, separated by spaces. text: may be broken into lines anywhere."""
-    key, *others = keys.split()
-    return Problem(key, "", " ".join(text.split()), tuple(others), is_warning)
-
-
 def _group_rules(config: Experiment) -> Iterator[Problem]:
     members = config.task.samples_per_prompt
     cut_at = config.staleness.cut_at
@@ -69,16 +63,16 @@ def _group_rules(config: Experiment) -> Iterator[Problem]:
     if members == 1 and a.advantage not in ("batch", "gae", "greedy"):
         text = """a group of one has no baseline: every advantage would be 0; write 2 or more, or advantage = "batch",
             "greedy" or "gae" """
-        yield _wrong("task.samples_per_prompt algorithm.advantage", text)
+        yield wrong("task.samples_per_prompt algorithm.advantage", text)
     if a.shuffle_advantages and a.turn_discount is not None:
         text = "only advantages of whole samples are shuffled, so that the run would learn: remove turn_discount"
-        yield _wrong("algorithm.shuffle_advantages algorithm.turn_discount", text)
+        yield wrong("algorithm.shuffle_advantages algorithm.turn_discount", text)
     if members == 1 and a.dynamic_sampling and a.advantage != "greedy":
         text = "the rewards of a group of one are always equal, so every group would be dropped; write 2 or more"
-        yield _wrong("task.samples_per_prompt algorithm.dynamic_sampling", text)
+        yield wrong("task.samples_per_prompt algorithm.dynamic_sampling", text)
     if isinstance(cut_at, int) and not 2 <= cut_at <= members:
         text = f'a part of a group of {members} has 2 to {members} members; write one of these or "never"'
-        yield _wrong("staleness.cut_at task.samples_per_prompt", text)
+        yield wrong("staleness.cut_at task.samples_per_prompt", text)
 
 
 def _weight_rules(a: AlgorithmConfig) -> Iterator[Problem]:
@@ -88,29 +82,29 @@ def _weight_rules(a: AlgorithmConfig) -> Iterator[Problem]:
         advice = 'write correction = "none"' if is_of_preset else "remove correction and weight_cap"
         text = f"""with "engine" the ratio in the loss is current / behaviour already; a weight beside it would count
             the staleness twice: {advice}, or write old_logprobs = "recomputed" """
-        yield _wrong("algorithm.correction algorithm.weight_cap algorithm.old_logprobs", text)
+        yield wrong("algorithm.correction algorithm.weight_cap algorithm.old_logprobs", text)
     if a.loss == "m2po" and a.old_logprobs != "engine":
         text = """m2po bounds the ratio current / behaviour itself; another correction would count the staleness twice:
             write old_logprobs = "engine" """
-        yield _wrong("algorithm.loss algorithm.old_logprobs", text)
+        yield wrong("algorithm.loss algorithm.old_logprobs", text)
     if a.loss == "m2po" and a.rejection != "none":
         text = "both leave out what is furthest from the sampler, so it would be counted twice: remove the rejection"
-        yield _wrong("algorithm.loss algorithm.rejection", text)
+        yield wrong("algorithm.loss algorithm.rejection", text)
     rejected = "token" if a.rejection.startswith("token") else "sequence"
     if a.correction == "mask" and a.rejection != "none" and a.correction_level == rejected:
         text = f"""both leave out each {rejected} whose proximal / behaviour is extreme, so it would be counted twice:
             write correction = "cap" or rejection = "none" """
-        yield _wrong("algorithm.correction algorithm.rejection", text)
+        yield wrong("algorithm.correction algorithm.rejection", text)
     if (a.weight_cap or 1) < 1 and a.correction != "none":
         text = """the weight is 1 for a fresh token, so a cap under 1 scales or leaves out all tokens alike and corrects
             nothing; write 1 or more"""
-        yield _wrong("algorithm.weight_cap algorithm.correction", text)
+        yield wrong("algorithm.weight_cap algorithm.correction", text)
     if (a.weight_floor or 0) > 1:
         text = "the weight is 1 for a fresh token, which would be left out; write 1 or less"
-        yield _wrong("algorithm.weight_floor", text)
+        yield wrong("algorithm.weight_floor", text)
     if a.rejection == "geometric" and not (a.rejection_low or 0) < 1 < (a.rejection_high or 2):
         text = "the ratio is 1 for a fresh answer, which would be left out; write one under and one over 1"
-        yield _wrong("algorithm.rejection_low algorithm.rejection_high", text)
+        yield wrong("algorithm.rejection_low algorithm.rejection_high", text)
 
 
 def _advantage_rules(a: AlgorithmConfig) -> Iterator[Problem]:
@@ -118,19 +112,19 @@ def _advantage_rules(a: AlgorithmConfig) -> Iterator[Problem]:
         text = f"""advantage = "{a.advantage}" compares with more than the group, so equal rewards are a signal too, and
             dropping them would take away what is learnt from groups that are all right or all wrong: remove
             dynamic_sampling"""
-        yield _wrong("algorithm.dynamic_sampling algorithm.advantage", text)
+        yield wrong("algorithm.dynamic_sampling algorithm.advantage", text)
     if a.advantage == "gae" and a.loss == "gmpo":
         text = """gmpo bounds a row by the sign of its advantage, and a critic gives each token an advantage of its own:
             write loss = "clip" or "gspo" """
-        yield _wrong("algorithm.loss algorithm.advantage", text)
+        yield wrong("algorithm.loss algorithm.advantage", text)
     if a.turn_discount is not None and a.loss == "gmpo":
         text = """gmpo bounds a row by the sign of its advantage, and turn_discount gives each turn of a row one of its
             own: write loss = "clip" or "gspo", or remove turn_discount"""
-        yield _wrong("algorithm.loss algorithm.turn_discount", text)
+        yield wrong("algorithm.loss algorithm.turn_discount", text)
     if a.advantage == "gae" and a.kl_target is not None and a.kl_in == "reward":
         text = """the KL is part of the rewards that policy and critic both learn from, so its coefficient is fixed:
             remove kl_target, or write kl_in = "loss" with kl_estimator = "k2" """
-        yield _wrong("algorithm.kl_target algorithm.kl_in algorithm.advantage", text)
+        yield wrong("algorithm.kl_target algorithm.kl_in algorithm.advantage", text)
 
 
 def _cost_rules(config: Experiment) -> Iterator[Problem]:
@@ -141,21 +135,21 @@ def _cost_rules(config: Experiment) -> Iterator[Problem]:
     if a.advantage != "gae":
         text = f"""costs are held under their limit with values of critics, and advantage = "{a.advantage}" has no
             critic: write preset = "safe_rlhf" """
-        yield _wrong("algorithm.constraint algorithm.advantage", text)
+        yield wrong("algorithm.constraint algorithm.advantage", text)
         return
     if not cost.functions and not cost.model:
         text = "there is no cost of an answer: write cost.functions, cost.model or both"
-        yield _wrong("cost.functions cost.model algorithm.constraint", text)
+        yield wrong("cost.functions cost.model algorithm.constraint", text)
     if cost.limit is None:
         text = "costs are held under it: write the largest mean cost of an answer"
-        yield _wrong("cost.limit algorithm.constraint", text)
+        yield wrong("cost.limit algorithm.constraint", text)
     if cost.multiplier > cost.multiplier_max:
         text = f"""the multiplier would begin above its bound, cost.multiplier_max = {cost.multiplier_max:g}; begin
             lower, or write a higher bound"""
-        yield _wrong("cost.multiplier cost.multiplier_max", text)
+        yield wrong("cost.multiplier cost.multiplier_max", text)
     if a.shuffle_advantages:
         text = "only rewards are shuffled, and costs would be learnt: remove one"
-        yield _wrong("algorithm.shuffle_advantages algorithm.constraint", text)
+        yield wrong("algorithm.shuffle_advantages algorithm.constraint", text)
 
 
 def _pretraining_rules(config: Experiment) -> Iterator[Problem]:
@@ -165,32 +159,32 @@ def _pretraining_rules(config: Experiment) -> Iterator[Problem]:
     if is_learnt != bool(task.pretrain):
         without_texts = "there are no texts for it: write task.pretrain, a source of rows with a `text`"
         unread = "these texts would not be learnt: write pretrain_coefficient, or remove task.pretrain"
-        yield _wrong("algorithm.pretrain_coefficient task.pretrain", without_texts if is_learnt else unread)
+        yield wrong("algorithm.pretrain_coefficient task.pretrain", without_texts if is_learnt else unread)
     if is_learnt and task.pretrain_per_step < updates:
         text = f"each of {updates} updates takes a share of the texts of a step; write as many or more"
-        yield _wrong("task.pretrain_per_step training.updates", text)
+        yield wrong("task.pretrain_per_step training.updates", text)
 
 
 def _loss_rules(a: AlgorithmConfig) -> Iterator[Problem]:
     if a.loss == "gmpo" and a.kl > 0 and a.kl_in == "reward":
         text = """gmpo bounds a row by the sign of its advantage, and a KL in the reward gives each token an advantage
             of its own: write kl_in = "loss" with kl_estimator = "k2" """
-        yield _wrong("algorithm.loss algorithm.kl_in", text)
+        yield wrong("algorithm.loss algorithm.kl_in", text)
     if a.dual_clip is not None and a.dual_clip <= 1 + a.clip_high:
         text = "the second bound must lie beyond the first one; write more than 1 + clip_high (usually 3)"
-        yield _wrong("algorithm.dual_clip algorithm.clip_high", text)
+        yield wrong("algorithm.dual_clip algorithm.clip_high", text)
     if a.loss in ROW_RATIOS and a.aggregation != "sequence_mean_token_mean":
         text = f"""{a.loss} has one term a sequence, of which every token carries a part; write
             aggregation = "sequence_mean_token_mean" """
-        yield _wrong("algorithm.loss algorithm.aggregation", text)
+        yield wrong("algorithm.loss algorithm.aggregation", text)
     if a.kl > 0 and a.kl_in == "loss" and a.kl_estimator == "k1":
         text = """k1 as a loss has zero expected gradient, and k3 as a loss is a biased approximation; right are k2 in
             the loss and k1 with kl_in = "reward" """
-        yield _wrong("algorithm.kl_estimator algorithm.kl_in", text)
+        yield wrong("algorithm.kl_estimator algorithm.kl_in", text)
     if a.kl > 0 and a.kl_in == "reward" and a.kl_estimator != "k1":
         text = f"""in the reward only k1 has the gradient of the KL, {a.kl_estimator} has another one: write
             kl_estimator = "k1", or kl_in = "loss" with k2"""
-        yield _wrong("algorithm.kl_in algorithm.kl_estimator", text)
+        yield wrong("algorithm.kl_in algorithm.kl_estimator", text)
 
 
 def _step_rules(config: Experiment) -> Iterator[Problem]:
@@ -199,13 +193,13 @@ def _step_rules(config: Experiment) -> Iterator[Problem]:
     if batch == 1 and config.algorithm.advantage == "batch":
         text = """a step has one sample, whose reward is the mean of its batch, so every advantage would be exactly 0:
             write more prompts or samples a step, or advantage = "greedy" or "gae" """
-        yield _wrong("task.prompts_per_step task.samples_per_prompt algorithm.advantage", text)
+        yield wrong("task.prompts_per_step task.samples_per_prompt algorithm.advantage", text)
     if training.updates > batch:
         text = f"a step has {batch} samples, which cannot be split over {training.updates} updates"
-        yield _wrong("training.updates task.prompts_per_step task.samples_per_prompt", text)
+        yield wrong("training.updates task.prompts_per_step task.samples_per_prompt", text)
     if training.schedule != "constant" and training.warmup_steps >= config.steps:
         text = f"the learning rate falls after the warm-up, which takes all of the {config.steps} steps; write fewer"
-        yield _wrong("training.warmup_steps steps", text)
+        yield wrong("training.warmup_steps steps", text)
     yield from layout_problems(config, batch)
 
 
@@ -218,23 +212,23 @@ def _scored_weight_rules(config: Experiment, name: str, section: RewardConfig) -
     if weights and isclose(sum(weights), 0, abs_tol=1e-9):  # rounded
         text = f"""the weights, {" and ".join(f"{weight:g}" for weight in weights)}, sum to 0: what all functions agree
             on is worth nothing; write weights of another sum (a function of weight 0 is only reported)"""
-        yield _wrong(keys, text)
+        yield wrong(keys, text)
     elif weights and max(weights) <= 0 and name == "reward":
         text = """no weight is over 0, so the run would train for low values of every function; write a positive weight,
             and let a function that counts what is bad return it with a minus"""
-        yield _wrong(keys, text)
+        yield wrong(keys, text)
 
 
 def _term_rules(config: Experiment, name: str, section: RewardConfig) -> Iterator[Problem]:
     names = [*section.terms, *(["overlong"] if config.algorithm.overlong and name == "reward" else [])]
     for twice in sorted({each for each in names if names.count(each) > 1}):
         text = f"two functions are called {twice!r}; give each its own `name`, because metrics carry it"
-        yield _wrong(f"{name}.functions", text)
+        yield wrong(f"{name}.functions", text)
     grouped = [function.name or function.use for function in section.functions if function.group]
     if grouped and name == "reward" and config.algorithm.advantage == "greedy":
         text = f"""{grouped[0]} scores the members of a group together, and a greedy answer is scored alone: write a
             function that takes a single sample, or another advantage"""
-        yield _wrong(f"{name}.functions algorithm.advantage", text)
+        yield wrong(f"{name}.functions algorithm.advantage", text)
 
 
 def _deadline_rules(config: Experiment) -> Iterator[Problem]:
@@ -245,7 +239,7 @@ def _deadline_rules(config: Experiment) -> Iterator[Problem]:
     for key, seconds in deadlines.items():
         if seconds > limit:
             text = f"a call is given up after {limit:g} s, so {seconds:g} s are never reached; write {limit:g} or less"
-            yield _wrong(f"{key} fleet.call_deadline", text)
+            yield wrong(f"{key} fleet.call_deadline", text)
 
 
 LARGEST_FULL_LIMIT = 2
@@ -258,14 +252,14 @@ def _environment_rules(config: Experiment) -> Iterator[Problem]:
     if not section.use:
         if given := _given(config, "environment"):
             text = "nothing reads it without an environment: remove it, or write environment.use"
-            yield _wrong(f"{given} environment.use", text, is_warning=True)
+            yield wrong(f"{given} environment.use", text, is_warning=True)
         if any(function.use == "environment" for function in config.reward.functions):
             text = "the function `environment` sums the rewards of an environment, and there is none: write its name"
-            yield _wrong("environment.use reward.functions", text)
+            yield wrong("environment.use reward.functions", text)
     elif turn > section.max_tokens:
         text = f"""an episode ends after {section.max_tokens} tokens, and its first answer may have {turn}: write more
             tokens, or a smaller generation.max_new_tokens"""
-        yield _wrong("environment.max_tokens generation.max_new_tokens", text)
+        yield wrong("environment.max_tokens generation.max_new_tokens", text)
 
 
 def _unread_values(config: Experiment) -> Iterator[Problem]:
@@ -275,21 +269,21 @@ def _unread_values(config: Experiment) -> Iterator[Problem]:
     if isinstance(staleness.cut_at, int) and not staleness.rule.by_token:
         cutting = " and ".join(f'"{name}"' for name, rule in POLICIES.items() if rule.by_token)
         text = f'nothing reads it with policy = "{staleness.policy}", because only {cutting} cuts groups: remove it'
-        yield _wrong("staleness.cut_at staleness.policy", text, is_warning=True)
+        yield wrong("staleness.cut_at staleness.policy", text, is_warning=True)
     if staleness.limit > LARGEST_FULL_LIMIT and "admission" not in staleness.model_fields_set:
         text = f"""samples are drawn as far ahead as the limit allows, so that most train some {staleness.limit}
             versions old: write "adaptive", which draws as far as keeps the trainer busy, or "full" if that is wanted"""
-        yield _wrong("staleness.admission staleness.limit", text, is_warning=True)
+        yield wrong("staleness.admission staleness.limit", text, is_warning=True)
     if a.correction == "none" and a.correction_level != "token":
         text = """nothing reads it with correction = "none": remove it, or write correction = "cap" or "mask" and
             old_logprobs = "recomputed" """
-        yield _wrong("algorithm.correction_level algorithm.correction", text, is_warning=True)
+        yield wrong("algorithm.correction_level algorithm.correction", text, is_warning=True)
     if "warn_kl" in mismatch.model_fields_set and (mismatch.warn_kl or 0) >= (mismatch.stop_kl or float("inf")):
         text = "the run would end before it warns; write a smaller warn_kl"
-        yield _wrong("mismatch.warn_kl mismatch.stop_kl", text, is_warning=True)
+        yield wrong("mismatch.warn_kl mismatch.stop_kl", text, is_warning=True)
     if (mismatch.warn_ess or 1) <= (mismatch.stop_ess or 0):
         text = "the run would end before it warns; write a larger warn_ess"
-        yield _wrong("mismatch.warn_ess mismatch.stop_ess", text, is_warning=True)
+        yield wrong("mismatch.warn_ess mismatch.stop_ess", text, is_warning=True)
 
 
 OPTIONAL_KEYS: dict[str, tuple[str, Callable[[AlgorithmConfig], bool]]] = {
@@ -318,7 +312,7 @@ def _optional_keys(a: AlgorithmConfig) -> Iterator[Problem]:
         if value is not None and not used(a):
             yield _unread(a.preset, key, value, other, part)
         if value is None and used(a) and key not in NOT_REQUIRED:
-            yield _wrong(f"algorithm.{key} algorithm.{other}", f"{part} needs it: {_example(key, getattr(a, other))}")
+            yield wrong(f"algorithm.{key} algorithm.{other}", f"{part} needs it: {_example(key, getattr(a, other))}")
 
 
 def _example(key: str, chosen: str) -> str:
@@ -341,11 +335,11 @@ def _removed_parts(a: AlgorithmConfig) -> Iterator[Problem]:
         if getattr(a, key) is None:
             text = f"""preset = "{a.preset}" is {key} = {value_text(value)}, which cannot be taken back: write another
                 preset under your values, or remove the line"""
-            yield _wrong(f"algorithm.{key} algorithm.preset", text)
+            yield wrong(f"algorithm.{key} algorithm.preset", text)
     if a.dual_clip is None and has_dual_clip(a.preset, a.loss, a.clip_high):
         text = f"""preset = "{a.preset}" is dual_clip = {DUAL_CLIP:g}, which cannot be taken back: write
             dual_clip = 1e9, which bounds nothing"""
-        yield _wrong("algorithm.dual_clip algorithm.preset", text)
+        yield wrong("algorithm.dual_clip algorithm.preset", text)
 
 
 def _unread_bounds(config: Experiment) -> Iterator[Problem]:
@@ -364,7 +358,7 @@ def _unread_bounds(config: Experiment) -> Iterator[Problem]:
         text = """the ratio to recomputed log-probs is 1 in the first update of a step, and there is no other, so it
             bounds nothing: write training.updates = 2 or more, or old_logprobs = "engine", or remove it"""
         for key in changed:
-            yield _wrong(f"algorithm.{key} algorithm.old_logprobs training.updates", text, is_warning=True)
+            yield wrong(f"algorithm.{key} algorithm.old_logprobs training.updates", text, is_warning=True)
 
 
 def _inherited_bounds(a: AlgorithmConfig) -> Iterator[Problem]:
@@ -378,7 +372,7 @@ def _inherited_bounds(a: AlgorithmConfig) -> Iterator[Problem]:
         values = " and ".join(f"{key} = {brought[key]:g}" for key in inherited)
         text = f"""preset = "{a.preset}" brings {values}, meant for loss = "{parts["loss"]}"; with loss = "{a.loss}"
             write bounds of your own, or a preset of that loss"""
-        yield _wrong("algorithm.preset algorithm.loss", text)
+        yield wrong("algorithm.preset algorithm.loss", text)
 
 
 def _unread_sections(config: Experiment) -> Iterator[Problem]:
@@ -386,14 +380,14 @@ def _unread_sections(config: Experiment) -> Iterator[Problem]:
     a = config.algorithm
     if a.advantage != "gae" and (given := _given(config, "critic")):
         text = f'nothing reads it: advantage = "{a.advantage}" has no critic; remove it, or write preset = "ppo"'
-        yield _wrong(f"{given} algorithm.advantage", text, is_warning=True)
+        yield wrong(f"{given} algorithm.advantage", text, is_warning=True)
     if a.constraint == "none" and (given := f"{_given(config, 'cost')} {_given(config, 'cost_critic')}".strip()):
         text = 'nothing reads it with constraint = "none"; remove it, or write preset = "safe_rlhf"'
-        yield _wrong(f"{given} algorithm.constraint", text)
+        yield wrong(f"{given} algorithm.constraint", text)
     for name, section in config.scorers.items():
         if not section.model and section.weight != type(section).model_fields["weight"].default:
             text = "nothing reads it without a model: remove it; a function has a weight of its own"
-            yield _wrong(f"{name}.weight {name}.model", text, is_warning=True)
+            yield wrong(f"{name}.weight {name}.model", text, is_warning=True)
 
 
 def _given(config: Experiment, section: str) -> str:
@@ -407,4 +401,4 @@ def _unread(preset: str, key: str, value: object, other: str, part: str) -> Prob
     if PRESETS[preset].parts.get(key) == value:
         text = f"""preset = "{preset}" brings {key} = {value_text(value)}, which nothing reads with {part}: write
             another preset under it, or leave {other} as the preset has it"""
-    return _wrong(f"algorithm.{key} algorithm.{other}", text, is_warning=True)
+    return wrong(f"algorithm.{key} algorithm.{other}", text, is_warning=True)

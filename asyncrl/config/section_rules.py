@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from asyncrl.config.experiment import Experiment
 from asyncrl.config.placement import ONE_REPLICA, PlacedWorker, Placement, layouts
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Problem, wrong
 from asyncrl.config.sections.evaluate_config import EvaluateConfig, HeldOutSet
 from asyncrl.config.sections.training_config import OPTIMIZERS, SHARDED, option_mistakes, rate_mistake
 from asyncrl.errors import ConfigError
@@ -23,12 +23,10 @@ def model_problems(config: Experiment) -> Iterator[Problem]:
         text = "it changes nothing, because everything is computed in float32 already: remove float32_head"
         yield Problem("model.float32_head", "", text, ("model.dtype", "training.precision"), is_warning=True)
     if model.lora is not None and critic:
-        text = (
-            "the policy has adapters, but a critic trains all weights of its own model, which takes the memory of full "
-            'training; and critics read reference log-probs, so those come from a service: write preset = "grpo" to '
-            "save that memory"
-        )
-        yield Problem("model.lora", "", text, ("algorithm.advantage",), is_warning=True)
+        text = """the policy has adapters, but a critic trains all weights of its own model, which takes the memory
+            of full training; and critics read reference log-probs, so those come from a service: write preset =
+            "grpo" to save that memory"""
+        yield wrong("model.lora algorithm.advantage", text, is_warning=True)
     yield from _unread_reference_keys(config)
 
 
@@ -68,7 +66,7 @@ def unread_devices(config: Experiment) -> Iterator[Problem]:
     for name, section in config.scorers.items():
         if section.device != "cpu" and not section.model and not section.pool:
             text = f"functions run in child processes on the CPU, and there is no {name}.model: remove it"
-            yield Problem(f"{name}.device", "", text, (f"{name}.model",), is_warning=True)
+            yield wrong(f"{name}.device {name}.model", text, is_warning=True)
 
 
 def optimizer_problems(config: Experiment) -> Iterator[Problem]:
@@ -81,12 +79,12 @@ def optimizer_problems(config: Experiment) -> Iterator[Problem]:
     for key, is_read in (("weight_decay", kind.weight_decay), ("betas", kind.betas)):
         if not is_read and getattr(training, key) != type(training).model_fields[key].default:
             text = f'nothing reads it with optimizer = "{name}": remove it'
-            yield Problem(f"training.{key}", "", text, ("training.optimizer",), is_warning=True)
+            yield wrong(f"training.{key} training.optimizer", text, is_warning=True)
     for service, layout in layouts(config).items():
         axis = next((each for each in ("shard", "tp", "pp", "ep") if getattr(layout, each) > 1), "")
         if service in ONE_REPLICA and axis and name not in SHARDED:
             text = f"{name} is not supported with {service}.layout.{axis}: write {' or '.join(SHARDED)}, or layout.dp"
-            yield Problem("training.optimizer", "", text, (f"{service}.layout",))
+            yield wrong(f"training.optimizer {service}.layout", text)
     yield from _rate_problems(config)
     yield from _package_problems(config)
 
@@ -110,14 +108,14 @@ def _package_problems(config: Experiment) -> Iterator[Problem]:
     """Yields a problem of an optimizer that the installed version of its package does not have, or not for CPUs."""
     kind = OPTIMIZERS[config.training.optimizer]
     package = kind.module.partition(".")[0]
+    if kind.since is None:
+        return
     with suppress(importlib.metadata.PackageNotFoundError, ValueError):  # What is missing, `missing_packages` says.
         version = importlib.metadata.version(package)
         if tuple(map(int, version.split(".")[:2])) < kind.since:
-            text = (
-                f"{package} {version} is installed, and {kind.name} is supported from {package} "
-                f"{'.'.join(map(str, kind.since))} on: install that or a newer one"
-            )
-            yield Problem("training.optimizer", "", text)
+            text = f"""{package} {version} is installed, and {kind.name} is supported from {package}
+                {".".join(map(str, kind.since))} on: install that or a newer one"""
+            yield wrong("training.optimizer", text)
 
 
 def weights_problems(config: Experiment) -> Iterator[Problem]:
@@ -127,18 +125,18 @@ def weights_problems(config: Experiment) -> Iterator[Problem]:
     if not engine.reads(section.transport):
         ways = " or ".join(f'"{each}"' for each in engine.transports)
         text = f"{engine.title} reads new weights from the shared memory of its host: write {ways}"
-        yield Problem("weights.transport", "", text, ("generation.engine",))
+        yield wrong("weights.transport generation.engine", text)
     transport = TRANSPORTS[section.transport]
     if section.codec != "dense" and not transport.encodes:
         text = 'only weights that cross a network are encoded: remove it, or write weights.transport = "tcp"'
-        yield Problem("weights.codec", "", text, ("weights.transport",), is_warning=True)
+        yield wrong("weights.codec weights.transport", text, is_warning=True)
     if section.codec in ("bfloat16", "float16") and config.model.dtype == "bfloat16":
         text = "weights of bfloat16 have as few bytes already: remove it"
-        yield Problem("weights.codec", "", text, ("model.dtype",), is_warning=True)
+        yield wrong("weights.codec model.dtype", text, is_warning=True)
     yield from _device_problems(config)
     if section.folder and not transport.in_folder:
         text = 'nothing reads it: remove it, or write weights.transport = "file"'
-        yield Problem("weights.folder", "", text, ("weights.transport",), is_warning=True)
+        yield wrong("weights.folder weights.transport", text, is_warning=True)
 
 
 def _device_problems(config: Experiment) -> Iterator[Problem]:
@@ -175,7 +173,7 @@ def _device_problems(config: Experiment) -> Iterator[Problem]:
         yield Problem("weights.transport", "", text, keys)
     if transport.same_device and config.fleet.wire == "inproc":
         text = 'a process cannot open CUDA memory of its own: write "auto", or another fleet.wire'
-        yield Problem("weights.transport", "", text, ("fleet.wire",))
+        yield wrong("weights.transport fleet.wire", text)
 
 
 def _found(trainer: PlacedWorker, reader: PlacedWorker) -> str:
@@ -191,10 +189,10 @@ def lockstep_problems(config: Experiment) -> Iterator[Problem]:
         return
     if config.staleness.limit != 1:
         text = "in lockstep each batch is sampled by the version before the one that trains it: write limit = 1"
-        yield Problem("staleness.limit", "", text, ("staleness.admission",))
+        yield wrong("staleness.limit staleness.admission", text)
     if config.acting.env:
         text = 'policies that act do not stop at the end of a batch: write admission = "full"'
-        yield Problem("staleness.admission", "", text, ("acting.env",))
+        yield wrong("staleness.admission acting.env", text)
 
 
 def acting_problems(config: Experiment) -> Iterator[Problem]:
@@ -203,23 +201,21 @@ def acting_problems(config: Experiment) -> Iterator[Problem]:
     if not settings.env:
         for key in sorted(settings.model_dump(exclude_defaults=True)):
             text = "nothing reads it without an environment to act in: remove it, or write acting.env"
-            yield Problem(f"acting.{key}", "", text, ("acting.env",), is_warning=True)
+            yield wrong(f"acting.{key} acting.env", text, is_warning=True)
         if config.evaluate.episodes:
             text = "a language model is evaluated on held-out prompts: write evaluate.prompts, or acting.env"
-            yield Problem("evaluate.episodes", "", text, ("acting.env",))
+            yield wrong("evaluate.episodes acting.env", text)
         return
     if config.task.samples_per_prompt != settings.environments:
         text = f"a group has a sample of each environment: write {settings.environments}, or leave it out"
-        yield Problem("task.samples_per_prompt", "", text, ("acting.environments",))
+        yield wrong("task.samples_per_prompt acting.environments", text)
     if config.training.layout.size > 1:
-        text = "the trainer of a small network has one rank: remove it"
-        yield Problem("training.layout", "", text, ("acting.env",))
+        yield wrong("training.layout acting.env", "the trainer of a small network has one rank: remove it")
     if config.fleet.joined:
-        text = "acting workers and their trainer are started on this host: remove it"
-        yield Problem("fleet.joined", "", text, ("acting.env",))
+        yield wrong("fleet.joined acting.env", "acting workers and their trainer are started on this host: remove it")
     if settings.environments < settings.children:
         text = f"there are {settings.environments} environments, and each child has one at least: write fewer"
-        yield Problem("acting.children", "", text, ("acting.environments",))
+        yield wrong("acting.children acting.environments", text)
     yield from _without_language(config)
 
 
@@ -245,11 +241,10 @@ def _without_language(config: Experiment) -> Iterator[Problem]:
     for key in ("samples", "temperature", "replicas", "pool"):
         if getattr(evaluate, key) != getattr(usual, key):
             text = "one worker plays each episode of evaluate.episodes once, with the likeliest actions: remove it"
-            yield Problem(f"evaluate.{key}", "", text, ("acting.env",))
+            yield wrong(f"evaluate.{key} acting.env", text)
     for section in ("generation", "training"):
         if getattr(config, section).device != "cpu":
-            text = "a small network acts and trains on the CPU: remove it"
-            yield Problem(f"{section}.device", "", text, ("acting.env",))
+            yield wrong(f"{section}.device acting.env", "a small network acts and trains on the CPU: remove it")
 
 
 # Rules about what a run shows of itself: the page of live feedback, metrics, and evaluation.
@@ -284,17 +279,16 @@ def feedback_problems(config: Experiment) -> Iterator[Problem]:
     if not section.asks:
         for key in sorted(section.model_dump(exclude_defaults=True)):
             text = 'nothing reads it without feedback: remove it, or write feedback.ask = "rate"'
-            yield Problem(f"feedback.{key}", "", text, ("feedback.ask",), is_warning=True)
+            yield wrong(f"feedback.{key} feedback.ask", text, is_warning=True)
         return
     if config.reward.replicas > 1:
-        text = "one worker serves the page and scores: write reward.replicas = 1"
-        yield Problem("reward.replicas", "", text, ("feedback.ask",))
+        yield wrong("reward.replicas feedback.ask", "one worker serves the page and scores: write reward.replicas = 1")
     if section.deadline > (longest := SHARE_OF_CALL * config.fleet.call_deadline):
         text = f"a call is given up after fleet.call_deadline, so write {longest:g} or less, or a longer call_deadline"
-        yield Problem("feedback.deadline", "", text, ("fleet.call_deadline",))
+        yield wrong("feedback.deadline fleet.call_deadline", text)
     if section.otherwise == "model" and not config.reward.model:
         text = 'there is no model: write reward.model, a folder made by "asyncrl preferences fit"'
-        yield Problem("feedback.otherwise", "", text, ("reward.model",))
+        yield wrong("feedback.otherwise reward.model", text)
     if section.otherwise == "ignore" and _rates_held_out(config) and not config.reward.terms:
         text = """nobody rates held-out answers, so they have no reward: write otherwise = "constant" or "model",
             reward.functions, or no evaluate.prompts"""
@@ -302,7 +296,7 @@ def feedback_problems(config: Experiment) -> Iterator[Problem]:
     yield from _pick_problems(config)
     if section.host not in LOOPBACK:
         text = "whoever reaches this address can read key and answers on their way: use a tunnel to 127.0.0.1"
-        yield Problem("feedback.host", "", text, is_warning=True)
+        yield wrong("feedback.host", text, is_warning=True)
 
 
 def _rates_held_out(config: Experiment) -> bool:
@@ -316,21 +310,20 @@ def telemetry_problems(config: Experiment) -> Iterator[Problem]:
     for key in ("wandb_project", "wandb_tags") if "wandb" not in section.sinks else ():
         if getattr(section, key):
             text = 'nothing reads it without the sink: remove it, or write telemetry.sinks = ["wandb"]'
-            yield Problem(f"telemetry.{key}", "", text, ("telemetry.sinks",), is_warning=True)
+            yield wrong(f"telemetry.{key} telemetry.sinks", text, is_warning=True)
     if section.otlp and not section.otlp.startswith(("http://", "https://")):
         yield Problem("telemetry.otlp", "", f"{section.otlp!r} is no URL: write one such as http://127.0.0.1:4318")
     elif section.otlp and not section.trace:
-        text = "spans are those of the trace: write telemetry.trace = true"
-        yield Problem("telemetry.otlp", "", text, ("telemetry.trace",))
+        yield wrong("telemetry.otlp telemetry.trace", "spans are those of the trace: write telemetry.trace = true")
     if not section.prometheus:
         if section.prometheus_token:
             text = "nothing reads it without an address: remove it, or write telemetry.prometheus"
-            yield Problem("telemetry.prometheus_token", "", text, ("telemetry.prometheus",), is_warning=True)
+            yield wrong("telemetry.prometheus_token telemetry.prometheus", text, is_warning=True)
         return
     found = HOST_PORT.fullmatch(section.prometheus)
     if not found or int(found[2]) > 65535:
         text = f"{section.prometheus!r} is no address: write HOST:PORT, such as 127.0.0.1:9400"
-        yield Problem("telemetry.prometheus", "", text)
+        yield wrong("telemetry.prometheus", text)
     elif found[1].strip("[]") not in LOOPBACK:
         if not section.prometheus_token:
             text = """other hosts reach this address, and everybody there would read the metrics: write
@@ -338,7 +331,7 @@ def telemetry_problems(config: Experiment) -> Iterator[Problem]:
             yield Problem("telemetry.prometheus", "", " ".join(text.split()), ("telemetry.prometheus_token",))
         else:
             text = "whoever reaches this address can read token and metrics on their way: use a tunnel to 127.0.0.1"
-            yield Problem("telemetry.prometheus", "", text, is_warning=True)
+            yield wrong("telemetry.prometheus", text, is_warning=True)
 
 
 def held_out_problems(config: Experiment) -> Iterator[Problem]:
@@ -352,17 +345,16 @@ def held_out_problems(config: Experiment) -> Iterator[Problem]:
     for each in filter(lambda each: each.name, evaluate.held_out):
         names = [function.term for function in each.functions]
         if any(function.by_token for function in each.functions):
-            text = f"{each.name}: an answer is scored as a whole here; remove by_token = true"
-            yield Problem("evaluate.sets", "", text)
+            yield wrong("evaluate.sets", f"{each.name}: an answer is scored as a whole here; remove by_token = true")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             text = f"{each.name}: two functions are called {twice[0]!r}; give each its own `name`"
-            yield Problem("evaluate.sets", "", text)
+            yield wrong("evaluate.sets", text)
         if each.samples > 1 and each.temperature == 0:
             yield Problem("evaluate.sets", "", f"{each.name}: {SAME_SAMPLES}")
     if metric.startswith("eval/") and not evaluate.is_on:
         what, key = ("episodes", "episodes") if config.acting.env else ("held-out prompts", "prompts")
         text = f"nothing measures {metric} without {what}: write evaluate.{key}, or another metric"
-        yield Problem("training.keep_best", "", text, (f"evaluate.{key}",))
+        yield wrong(f"training.keep_best evaluate.{key}", text)
     yield from _best_of_pass_rates(config)
 
 
@@ -373,10 +365,9 @@ def _best_of_pass_rates(config: Experiment) -> Iterator[Problem]:
         measured = [1 << n for n in range(each.samples.bit_length())] if each.samples > 1 else []
         if found and each.name == (found["set"] or "") and int(found["k"]) not in measured:
             which = f"measures pass@{', '.join(map(str, measured))} only" if measured else "has no pass@k"
-            text = (
-                f"nothing measures eval/{found[0]}: {each.section}.samples = {each.samples} {which}; write more samples"
-            )
-            yield Problem("training.keep_best", "", text, ("evaluate.samples",))
+            text = f"""nothing measures eval/{found[0]}: {each.section}.samples = {each.samples} {which}; write more
+                samples"""
+            yield wrong("training.keep_best evaluate.samples", text)
 
 
 def _scored_alone(config: Experiment, held_out: HeldOutSet) -> Iterator[Problem]:
@@ -398,7 +389,7 @@ def _pick_problems(config: Experiment) -> Iterator[Problem]:
         return
     if config.algorithm.advantage == "greedy":
         text = 'a greedy answer has no pair to be compared with: write ask = "rate"'
-        yield Problem("feedback.ask", "", text, ("algorithm.advantage",))
+        yield wrong("feedback.ask algorithm.advantage", text)
     elif config.task.samples_per_prompt % 2:
         text = "answers of one prompt are compared in pairs: write an even number"
-        yield Problem("task.samples_per_prompt", "", text, ("feedback.ask",))
+        yield wrong("task.samples_per_prompt feedback.ask", text)

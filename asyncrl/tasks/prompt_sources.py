@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from asyncrl.config.install_hints import install_extra
-from asyncrl.config.named_files import OF_PACKAGES, data_folder, data_suffix
+from asyncrl.config.named_files import data_folder, data_suffix
 from asyncrl.config.schema import Config, TaskConfig
+from asyncrl.config.sections.named_values import OF_PACKAGES
 from asyncrl.config.sections.secret import revealed
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError

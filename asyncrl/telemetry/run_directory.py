@@ -203,19 +203,18 @@ def missing_run(path: Path, otherwise: str) -> ConfigError:
     return ConfigError(f"{path} {otherwise}")
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replaces a file; readers see the old one or the new one, and a full disk leaves the old one."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text)
-    fresh.replace(path)
-
-
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Does what `replace_text` does, and makes the folder of the file."""
+    """Replaces a file, and makes its folder; readers see the old file or the new one, and a full disk leaves the old
+    one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
     fresh.write_bytes(content)
     fresh.replace(path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Does what `replace_bytes` does, with a text."""
+    replace_bytes(path, text.encode())
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

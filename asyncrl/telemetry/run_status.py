@@ -1,7 +1,6 @@
 """The state of a running run in one small file, which is replaced every few seconds; `asyncrl monitor` shows it."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.messages import Health
+from asyncrl.telemetry.run_directory import replace_text
 
 SECONDS = 2.0
 """Time between two states."""
@@ -57,9 +57,7 @@ class RunStatus:
 
 def write_status(path: Path, status: RunStatus) -> None:
     """Replaces the file at once, so that a reader sees one state or the other. Raises OSError."""
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(asdict(status)))
-    os.replace(beside, path)
+    replace_text(path, json.dumps(asdict(status)))
 
 
 def read_status(path: Path) -> RunStatus | None:

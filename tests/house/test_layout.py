@@ -168,25 +168,6 @@ def test_the_package_exports_at_most_ten_names() -> None:
     assert all(getattr(package, name) is not None for name in public)
 
 
-def test_functions_named_in_structures_exist() -> None:
-    """docs/structures.md lists the functions a group passes through; each must exist where it says."""
-    lines = (ROOT / "docs/structures.md").read_text().splitlines()
-    steps = [line for line in lines if line.startswith(tuple("12345678")) and "`" in line]
-    assert 1 <= len(steps) <= 8
-    for line in steps:
-        target = line.split("`")[1]
-        file, _, name = target.partition(":")
-        tree = ast.parse((ROOT / file).read_text())
-        owners: list[ast.Module | ast.ClassDef] = [tree, *[n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]]
-        defined = {
-            f"{owner.name}.{n.name}" if isinstance(owner, ast.ClassDef) else n.name
-            for owner in owners
-            for n in owner.body
-            if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-        assert name in defined, f"{target} does not exist"
-
-
 def test_marked_tests_stand_where_their_job_collects_them() -> None:
     """The jobs `fleet` and `smollm2` of scripts/test import only these, which spares them half a minute."""
     collected = [ROOT / "tests/system", ROOT / "tests/unit/engines/generation/test_smollm2.py"]

@@ -47,16 +47,13 @@ async def double(number: int) -> int:
     return 2 * number
 
 
-def test_without_a_loop_it_runs_here() -> None:
-    assert run_here_or_beside(double(2)) == 4
-
-
-def test_what_runs_here_is_not_in_an_error_of_ours() -> None:
+def test_without_a_loop_it_runs_here_and_in_no_error_of_ours() -> None:
     """The log of a run takes the error at its end, if there is one."""
 
     async def error() -> BaseException | None:
         return sys.exception()
 
+    assert run_here_or_beside(double(2)) == 4
     assert run_here_or_beside(error()) is None
 
 
@@ -259,15 +256,6 @@ def test_half_an_algorithm_of_asyncrl_under_another_algorithm_is_refused_before_
     assert not (tmp_path / "run").exists()
 
 
-def test_an_algorithm_without_a_name_is_said_to_be_one() -> None:
-    said: list[str] = []
-    assert _algorithm_here(None, "", said.append) is None
-    assert _algorithm_here(grpo.ALGORITHM, "asyncrl.algorithms.grpo:ALGORITHM", said.append) is not None
-    assert said == []
-    _algorithm_here(grpo.ALGORITHM, "python:algorithm", said.append)
-    assert said == ["the algorithm has no importable name: only the same call resumes this run"]
-
-
 def test_an_old_name_of_the_package_names_the_new_one() -> None:
     with pytest.raises(AttributeError, match=r"asyncrl\.Page is called asyncrl\.Algorithm"):
         getattr(asyncrl, "Page")  # noqa: B009
@@ -307,6 +295,9 @@ def test_functions_of_a_cell_are_rewards_and_algorithms_of_this_process() -> Non
         "class cell:\n    async def roll_out(fleet, control, group): ...\n    async def train(fleet, control): ..."
     )
     said: list[str] = []
+    assert _algorithm_here(None, "", said.append) is None
+    assert _algorithm_here(grpo.ALGORITHM, "asyncrl.algorithms.grpo:ALGORITHM", said.append) is not None
+    assert said == []
     keys, custom = _algorithm(algorithm)
     assert custom is not None
     assert _algorithm_here(custom, keys["custom"], said.append) is not None

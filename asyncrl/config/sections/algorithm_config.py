@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from asyncrl.config.sections.named_values import Named
+
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -68,7 +70,7 @@ class AlgorithmConfig(Section):
 
     preset: PresetName = "grpo"
     """Values for the other keys of this section, which `asyncrl graph` shows."""
-    custom: str = ""
+    custom: Annotated[str, Named.CODE] = ""
     """Your own algorithm: `FILE.py:NAME`, `module:NAME`, or a file or module with the functions roll_out and train."""
     advantage: Literal["group_mean", "leave_one_out", "batch", "group_batch", "greedy", "gae"] = "group_mean"
     """Baseline of a reward: the mean of its group, that of the others (leave_one_out), mean and deviation of the batch,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, Section
+from asyncrl.config.sections.named_values import Named
 from asyncrl.config.sections.secret import Options
 
 # One entry of `reward.functions`, `cost.functions` or the functions of a held-out set.
@@ -44,6 +45,8 @@ class RewardFunction(Section):
 SET_NAME = re.compile(r"[A-Za-z][\w.-]*")
 TAKEN = ("reward", "cost", "code", "version")
 """Names that metrics `eval/NAME/...` have already."""
+TAKEN_OVER = ("every", "samples", "temperature", "size", "pass_term")
+"""Keys that a set takes from the section where it lacks them."""
 
 
 def _set_name(name: str) -> str:
@@ -108,7 +111,7 @@ class EvaluationSet(Section):
 class EvaluateConfig(Section):
     """Evaluation on held-out prompts, or in episodes of a policy that acts, while the run trains."""
 
-    prompts: str = ""
+    prompts: Annotated[str, Named.ROWS] = ""
     """Source of the held-out prompts, as in task.prompts, or `human_eval:`; default: no evaluation."""
     options: Options = Field(default={})
     """Keyword arguments of a procedural source, whose seed is another than in task.prompts."""
@@ -122,7 +125,7 @@ class EvaluateConfig(Section):
     """Sampling temperature; 0 is greedy."""
     size: Positive = 64
     """Number of prompts."""
-    sets: dict[Annotated[str, AfterValidator(_set_name)], EvaluationSet] = Field(default={})
+    sets: Annotated[dict[Annotated[str, AfterValidator(_set_name)], EvaluationSet], Named.SETS] = Field(default={})
     """Further sets by name, with metrics eval/NAME/...: { math = { prompts = "math.jsonl", functions = ["numeric"],
     every = 50 } }."""
     pass_reward: float = 1.0
@@ -166,21 +169,11 @@ class EvaluateConfig(Section):
         return found
 
     def _every_set(self) -> Iterator[HeldOutSet]:
-        yield HeldOutSet(
-            "", self.prompts, self.options, (), self.every, self.samples, self.temperature, self.size, 0, self.pass_term
-        )
-        before = self.size
-        for name, each in self.sets.items():
-            yield HeldOutSet(
-                name,
-                each.prompts,
-                each.options,
-                each.functions,
-                each.every or self.every,
-                each.samples or self.samples,
-                self.temperature if each.temperature is None else each.temperature,
-                size := each.size or self.size,
-                before,
-                self.pass_term if each.pass_term is None else each.pass_term,
-            )
-            before += size
+        every: dict[str, EvaluateConfig | EvaluationSet] = {"": self, **self.sets}
+        before = 0
+        for name, each in every.items():
+            taken = {key: getattr(self, key) if (own := getattr(each, key)) is None else own for key in TAKEN_OVER}
+            functions = getattr(each, "functions", ())
+            found = HeldOutSet(name, each.prompts, each.options, functions, groups_before=before, **taken)
+            before += found.size
+            yield found

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.config.sections.named_values import Named
 from asyncrl.config.sections.secret import WITHHELD, Secret, SecretPath
 
 
@@ -75,7 +76,7 @@ class ChildrenConfig(Section):
     """Lets these processes use the network."""
     variables: tuple[VariableName, ...] = ()
     """Environment variables that these processes get, such as the key of an API, beside harmless ones."""
-    writable: tuple[str, ...] = ()
+    writable: Annotated[tuple[str, ...], Named.FOLDERS] = ()
     """Folders that these processes may write, beside a /tmp, /var/tmp, /run and /dev/shm of their own, which are empty
     at first."""
 
@@ -146,7 +147,7 @@ class TelemetryConfig(Section):
     """Project of the run at wandb; default: WANDB_PROJECT, else asyncrl."""
     wandb_tags: tuple[NonEmpty, ...] = ()
     """Tags of the run at wandb."""
-    on_step: str = ""
+    on_step: Annotated[str, Named.CODE] = ""
     """Function FILE.py:NAME or module:NAME that gets the metrics of each step, a dict, and returns whether the run
     shall end."""
     trace: bool = True

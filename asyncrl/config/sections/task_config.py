@@ -8,16 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from asyncrl.config.sections.algorithm_config import MayChange, Positive, PositiveFloat, Section
+from asyncrl.config.sections.named_values import Named
 from asyncrl.config.sections.secret import Options
 
 IN_MEMORY = "python:rows"
 """The value of `task.prompts` in a run whose prompts were given as Python objects."""
-
-
 DECIDED = {"messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
 """Arguments of apply_chat_template that asyncrl decides."""
-
-
 CLOCK = "asyncrl_clock"
 """Argument of chat templates in place of the clock."""
 _ALONE = "aAwdbBmyYHIMSfpzZjUWVcxXGueDFT"
@@ -78,7 +75,7 @@ SourceOrSources = Annotated[
 class TaskConfig(Section):
     """The prompts to train on, and the size of a batch."""
 
-    prompts: SourceOrSources
+    prompts: Annotated[SourceOrSources, Named.ROWS]
     """Source of the prompts: a JSONL, JSON, CSV (also .gz) or Parquet file, a folder of such files (FOLDER,
     FOLDER#SPLIT), `hub:NAME[:CONFIG][#SPLIT]`, `reasoning_gym:NAME`, `FILE.py:function` or `module:function`; or a list
     of sources, each also as a table."""
@@ -91,7 +88,7 @@ class TaskConfig(Section):
     """Number of passes over the rows, in place of `steps`; rows of dropped groups count too."""
     shuffle: bool = True
     """Draws the rows of each epoch in another order."""
-    curriculum: str = ""
+    curriculum: Annotated[str, Named.CODE] = ""
     """Function FILE.py:NAME or module:NAME of a step, from 0, that returns the weights of the sources."""
     prompts_per_step: Positive = 8
     """Number of prompts, and so of groups, in one training step (B)."""
@@ -115,7 +112,7 @@ class TaskConfig(Section):
     long_prompts: Literal["error", "skip", "truncate"] = "error"
     """Treatment of longer prompts: an error before sampling, `skip`, or `truncate` the beginning of their longest
     message."""
-    pretrain: str = ""
+    pretrain: Annotated[str, Named.ROWS] = ""
     """Texts for algorithm.pretrain_coefficient: rows of `text`, or of `prompt` and `answer`, from a source as in
     `prompts`, without `columns` and `options`."""
     pretrain_per_step: Positive = 32
@@ -149,10 +146,10 @@ Activation = Literal["tanh", "relu", "gelu", "silu", "elu", "leaky_relu"]
 class EnvironmentConfig(Section):
     """The environment that answers the policy, for samples of several turns."""
 
-    use: str = ""
+    use: Annotated[str, Named.ENVIRONMENT] = ""
     """Environment: a built-in name, `FILE.py:Class`, `tools`, `agent:COMMAND`, or a name behind `gymnasium:`,
     `textarena:`, `mcp:`, `openenv:` or `verifiers:`. Default: none, each sample is one answer."""
-    options: Options = Field(default={})
+    options: Annotated[Options, Named.TOOLS] = Field(default={})
     """Keyword arguments of the environment."""
     max_turns: Positive = 8
     """Largest number of turns of the policy in an episode."""
@@ -182,7 +179,7 @@ class ActingConfig(Section):
     """A policy that acts in an environment of Gymnasium, in place of a language model. A sample is transitions of one
     environment, a group those of all environments of an acting worker, of which there are `generation.replicas`."""
 
-    env: str = ""
+    env: Annotated[str, Named.CODE] = ""
     """Environment: a name of Gymnasium, `module:NAME-v0`, or a `FILE.py:function` or `module:function` that makes
     one."""
     options: Options = Field(default={})

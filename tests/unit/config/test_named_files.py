@@ -8,7 +8,6 @@ import pytest
 from asyncrl.config import user_code
 from asyncrl.config.named_files import (
     DATA_SUFFIXES,
-    ENVIRONMENTS,
     anchored,
     code_folders,
     data_folder,
@@ -16,6 +15,7 @@ from asyncrl.config.named_files import (
     source_files,
 )
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.named_values import ENVIRONMENTS
 from asyncrl.config.sources import load
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump

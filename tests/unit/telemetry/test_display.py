@@ -37,21 +37,35 @@ SAMPLE = SampleRecord(
     reward=0.75, terms={"exact": 1.0, "brief": 0.5}, advantage=0.25, first=1, last=2, trained=3, masked=1,
     reason="stale",
 )  # fmt: skip
-METRICS = {
+METRICS: dict[str, Any] = {
     "step": 3,
     "version": 3,
     "reward/mean": 0.5,
     "perf/tokens_per_s": 1234.5,
     "staleness/max": 2.0,
-    "grad_norm": None,
 }
+METRICS |= {"grad_norm": None}
 
 
-def rendered(sample: SampleRecord, characters: int | None = None) -> str:
-    console = Console(file=io.StringIO(), width=160)
-    console.print(sample_panel(sample, characters))
+def terminal(width: int = 120, **options: Any) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, **options)
+
+
+def printed_on(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def rendered(what: Any, width: int = 160) -> str:
+    """Returns what a console without colours prints."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(what)
+    return printed_on(console)
+
+
+def picture(display: LiveDisplay) -> str:
+    """Returns the words of the picture in one line."""
+    return " ".join(rendered(display._live.renderable, 100).split())
 
 
 def piped(lines: list[dict[str, float]], steps: int = 10, print_every: int = 1) -> list[str]:
@@ -149,46 +163,37 @@ def test_a_quiet_run_prints_warnings_and_steps_that_trained_nothing() -> None:
     ]
 
 
-def test_what_is_said_at_the_end_stands_below_the_picture() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+def test_on_a_terminal_the_picture_shows_numbers_and_a_sample_above_what_is_said_at_the_end() -> None:
+    console = terminal()
     with LiveDisplay(console, 10) as display:
+        display.say("resuming at step 2")
         display.step(METRICS, SAMPLE)
         display.settle()
         display.progress("waiting")
         display.step({**METRICS, "step": 4}, SAMPLE)
         display.say("stopped at step 3 of 10; go on with: asyncrl run")
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().rstrip().endswith("go on with: asyncrl run")
-    assert "Reverse abc" in console.file.getvalue(), "the picture stays above"
+    drawn = printed_on(console)
+    for expected in ("resuming at step 2", "3/10", "reward", "0.500", "Reverse abc", "cba [bold]"):
+        assert expected in drawn
+    assert drawn.rstrip().endswith("go on with: asyncrl run")
 
 
 def test_a_step_that_trained_nothing_is_told_so() -> None:
     stream = io.StringIO()
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+    console = terminal()
     with open_display(10, stream=stream) as lines, LiveDisplay(console, 10) as picture:
         for display in (lines, picture):
             display.step({**METRICS, "skipped/not finite": 1.0}, None)
     told = "trained nothing (not finite): it is tried again with other samples"
     assert stream.getvalue() == f"step 3/10  {told}\n"
-    assert isinstance(console.file, io.StringIO)
-    assert told in console.file.getvalue()
-
-
-def test_on_a_terminal_the_picture_shows_numbers_and_a_sample() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
-    with LiveDisplay(console, 10) as display:
-        display.say("resuming at step 2")
-        display.step(METRICS, SAMPLE)
-    assert isinstance(console.file, io.StringIO)
-    drawn = console.file.getvalue()
-    for expected in ("resuming at step 2", "3/10", "reward", "0.500", "Reverse abc", "cba [bold]"):
-        assert expected in drawn
+    assert told in printed_on(console)
 
 
 def test_both_kinds_of_kl_are_named() -> None:
     both = {"policy/kl_rollout_train": 0.01, "policy/kl_reference": 0.2}
     assert shown(both) == [("kl to engine (k1)", "0.01"), ("kl to reference", "0.2")]
     assert not [name for _, name, _ in SHOWN if name == "kl"]
+    assert [name for name, _ in shown(METRICS)] == ["reward", "trained tokens/s", "oldest"], "and no missing number"
 
 
 def test_a_terminal_does_not_echo_ctrl_c_into_the_live_picture_and_is_as_before_afterwards(
@@ -208,38 +213,27 @@ def test_a_terminal_does_not_echo_ctrl_c_into_the_live_picture_and_is_as_before_
         assert echoes()
 
 
-def test_numbers_that_are_missing_or_none_are_left_out() -> None:
-    assert [name for name, _ in shown(METRICS)] == ["reward", "trained tokens/s", "oldest"]
-
-
 def test_a_sample_says_its_reward_by_term_and_why_tokens_were_masked() -> None:
-    text = rendered(SAMPLE)
-    for expected in (
-        "reward 0.75 (exact 1, brief 0.5)",
-        "advantage +0.25",
-        "ended by stop",
-        "versions 1 to 2",
-        "3 tokens trained",
-        "(stale)",
-    ):
+    text = rendered(sample_panel(SAMPLE))
+    says = ("reward 0.75 (exact 1, brief 0.5)", "advantage +0.25", "ended by stop", "versions 1 to 2", "(stale)")
+    for expected in (*says, "3 tokens trained"):
         assert expected in text
 
-
-@pytest.mark.parametrize(("reward", "says"), [(None, "no reward"), (0.0, "reward 0")])
-def test_a_sample_without_a_reward_is_told_from_one_with_none_at_all(reward: float | None, says: str) -> None:
-    assert says in rendered(replace(SAMPLE, reward=reward))
+    assert "reward 0 " in rendered(sample_panel(replace(SAMPLE, reward=0.0)))
+    assert "no reward" in rendered(sample_panel(replace(SAMPLE, reward=None)))
 
 
 def test_long_texts_keep_their_ends() -> None:
-    text = rendered(replace(SAMPLE, text="a" * 500 + "b" * 500), 40)
+    text = rendered(sample_panel(replace(SAMPLE, text="a" * 500 + "b" * 500), 40))
     assert "a" * 20 + " … " + "b" * 20 in text
-    assert "(no text: the answer ended at once, or" in rendered(replace(SAMPLE, text=""))
+    assert "(no text: the answer ended at once, or" in rendered(sample_panel(replace(SAMPLE, text="")))
 
 
 def test_an_episode_shows_who_said_what_and_what_each_turn_earned() -> None:
     said = [("assistant", "5"), ("user", "more\x1b[2J"), ("tool", "12"), ("assistant", "")]
     turns = [{"role": role, "content": text} for role, text in said]
-    lines = [line.strip("│ ") for line in rendered(replace(SAMPLE, turns=turns, turn_rewards=[0.0, 0.75])).splitlines()]
+    panel = sample_panel(replace(SAMPLE, turns=turns, turn_rewards=[0.0, 0.75]))
+    lines = [line.strip("│ ") for line in rendered(panel).splitlines()]
     assert lines[1:6] == [
         "Reverse abc▶",
         "assistant: 5  [reward 0]",
@@ -251,28 +245,17 @@ def test_an_episode_shows_who_said_what_and_what_each_turn_earned() -> None:
 
 
 def test_escape_sequences_of_a_model_do_not_reach_the_terminal() -> None:
-    text = rendered(replace(SAMPLE, text="a\x1b[2Jb\rc\nd"))
+    text = rendered(sample_panel(replace(SAMPLE, text="a\x1b[2Jb\rc\nd")))
     assert "\x1b" not in text
     assert "a\ufffd[2Jb\ufffdc" in text
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    with LineDisplay(Gone(), 2) as display:
-        display.say("one")
-        display.say("two")
-
-
 def test_a_printed_command_is_not_broken_into_lines_of_a_narrow_terminal() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=60, height=40)
+    console = terminal(60)
     command = "go on with: asyncrl run " + "--section.key value " * 6 + "--run-dir runs/one"
     with LiveDisplay(console, 10) as display:
         display.say(command)
-    assert isinstance(console.file, io.StringIO)
-    assert command in console.file.getvalue()
+    assert command in printed_on(console)
 
 
 def test_what_is_said_is_logged_and_so_is_what_is_only_noted(tmp_path: Path) -> None:
@@ -288,25 +271,23 @@ def test_what_is_said_is_logged_and_so_is_what_is_only_noted(tmp_path: Path) -> 
     assert stream.getvalue() == "lost generation0.0\nstarting\n"
 
 
-class ClosedTerminal(io.StringIO):
-    def write(self, text: str) -> int:
-        raise OSError(5, "Input/output error")
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error")], ids=["pipe", "terminal"])
+def test_a_reader_that_goes_away_does_not_end_the_run(error: OSError) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
 
-
-def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:
-    lines = LineDisplay(ClosedTerminal(), 10)
-    lines.say("one")
-    lines.say("two")
-    picture = LiveDisplay(Console(file=io.StringIO(), force_terminal=True, width=60, height=40), 10)
-    with picture:
-        picture._live.console.file = ClosedTerminal()
+    with LineDisplay(Gone(), 2) as display:
+        display.say("one")
+        display.say("two")
+    with (picture := LiveDisplay(terminal(60), 10)):
+        picture._live.console.file = Gone()
         picture.say("one")
         picture.step(METRICS, SAMPLE)
 
 
 def test_no_line_of_the_live_view_is_broken_at_80_columns() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=60, color_system=None)
-    display = LiveDisplay(console, 250_000)
+    display = LiveDisplay(terminal(80, color_system=None), 250_000)
     numbers = {metric: -123_456.789 for metric, *_ in SHOWN}
     sample = replace(
         SAMPLE,
@@ -327,10 +308,7 @@ def test_no_line_of_the_live_view_is_broken_at_80_columns() -> None:
     with display:
         display.step({"step": 123_457, "version": 123_456, **numbers}, sample)
         display.progress(between)
-    lines = Console(file=io.StringIO(), width=80, color_system=None)
-    assert isinstance(lines.file, io.StringIO)
-    lines.print(display._live.renderable)
-    printed = lines.file.getvalue()
+    printed = rendered(display._live.renderable, 80)
     assert max(map(len, printed.splitlines())) <= 80
     items = [f"{name} {number}" for name, number in shown(numbers)]
     items += ["reward -123 (numeric_equality 123, length_penalty -123)", "versions 123455 to 123456", "ended by length"]
@@ -342,16 +320,12 @@ def test_no_line_of_the_live_view_is_broken_at_80_columns() -> None:
 
 
 def test_the_picture_says_what_the_run_waits_for_and_draws_the_reward() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
     shares = {"time/reward/busy": 0.96, "time/training/busy": 0.2, "time/training/starved": 0.75}
-    display = LiveDisplay(console, 10, {"reward.workers": 2})
+    display = LiveDisplay(terminal(100, color_system=None), 10, {"reward.workers": 2})
     with display:
         for step in (1, 2, 3):
             display.step({**METRICS, **shares, "step": step, "reward/mean": step / 4}, SAMPLE)
-    lines = Console(file=io.StringIO(), width=100, color_system=None)
-    lines.print(display._live.renderable)
-    assert isinstance(lines.file, io.StringIO)
-    drawn = " ".join(lines.file.getvalue().split())
+    drawn = picture(display)
     assert "reward 0.250 ▁▅█ 0.750" in drawn
     assert "reward 96% busy, training 20% busy training 75% waits for work" in drawn
     assert (
@@ -360,32 +334,21 @@ def test_the_picture_says_what_the_run_waits_for_and_draws_the_reward() -> None:
 
 
 def test_a_policy_that_acts_is_shown_in_its_own_words() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
     acted = {**METRICS, "acting/transitions": 64.0, "acting/length_mean": 20.0, "eval/return/mean": 487.25}
     moves = [{"observation": [0.5, 1.0], "action": n, "reward": 1.0} for n in range(16)]
     moves[1]["ended"] = "terminated"
     moved = replace(
         SAMPLE, prompt="CartPole-v1", text="16 transitions", finish="transitions", turns=[], transitions=moves
     )
-    display = LiveDisplay(console, 10)
+    display = LiveDisplay(terminal(100, color_system=None), 10)
     with display:
         for step in (1, 2, 3):
             display.step({**acted, "step": step, "acting/return_last20": 100.0 * step}, moved)
-    lines = Console(file=io.StringIO(), width=100, color_system=None)
-    lines.print(display._live.renderable)
-    assert isinstance(lines.file, io.StringIO)
-    drawn = " ".join(lines.file.getvalue().split())
-    for item in (
-        "return 300",
-        "steps an episode 20.0",
-        "evaluated 487.25",
-        "transitions/s 1,23",
-        "return 100.000 ▁▅█ 300",
-    ):
+    drawn = picture(display)
+    items = ["return 300", "steps an episode 20.0", "evaluated 487.25", "transitions/s 1,23", "return 100.000 ▁▅█ 300"]
+    items += ["3 transitions trained", "1: in [0.5, 1.0] action 1, reward 1.0, terminated"]
+    for item in (*items, "12 more transitions in samples.jsonl"):
         assert item in drawn
-    assert "3 transitions trained" in drawn
-    assert "1: in [0.5, 1.0] action 1, reward 1.0, terminated" in drawn
-    assert "12 more transitions in samples.jsonl" in drawn
     assert not [word for word in ("token", "reward 0.5", "held out", "ended by") if word in drawn]
 
 
@@ -393,11 +356,9 @@ def test_the_end_of_the_prompt_is_marked_and_special_tokens_stand_out() -> None:
     texts = {(1, 2): "cba<|end|>", (0, 3): "<s>Reverse abc: "}
     tokens = SpecialTokens(lambda ids: texts[tuple(ids)], ("<|end|>", "<s>"))
     sample = replace(SAMPLE, prompt="Reverse abc: ", prompt_ids=[0, 3], token_ids=[1, 2])
-    panel = sample_panel(sample, tokens=tokens)
-    console = Console(file=io.StringIO(), force_terminal=True, width=160, color_system="standard")
-    console.print(panel)
-    assert isinstance(console.file, io.StringIO)
-    drawn = console.file.getvalue()
+    console = terminal(160, color_system="standard")
+    console.print(sample_panel(sample, tokens=tokens))
+    drawn = printed_on(console)
     assert "\x1b[7m<|end|>\x1b[0m" in drawn
     assert "\x1b[7m<s>\x1b[0m" in drawn
     assert "Reverse abc: \x1b[0m\x1b[35m▶" in drawn
@@ -409,14 +370,11 @@ def test_siblings_stand_below_their_prompt_the_best_first() -> None:
         replace(SAMPLE, member=member, text=text, reward=reward)
         for member, text, reward in ((0, "cbx", 0.0), (1, "cba", 1.0), (2, "z", None))
     ]
-    console = Console(file=io.StringIO(), force_terminal=True, width=160, color_system="standard")
+    console = terminal(160, color_system="standard")
     console.print(group_panel(group))
-    assert isinstance(console.file, io.StringIO)
-    drawn = console.file.getvalue()
+    drawn = printed_on(console)
     assert drawn.count("Reverse abc") == 1
-    assert [drawn.index(f"member {member}") for member in (1, 0, 2)] == sorted(
-        drawn.index(f"member {member}") for member in range(3)
-    )
+    assert re.findall(r"member (\d)", drawn) == ["1", "0", "2"]
     assert "\x1b[2mcb\x1b[0m\x1b[1mx" in drawn, "what an answer shares with the best one is dimmed"
 
 
@@ -424,10 +382,8 @@ def test_siblings_stand_below_their_prompt_the_best_first() -> None:
     ("texts", "empty"), [(("uvac", "uvac"), 0), (("uvac", "uv"), 0), (("", "uv"), 1), (("", ""), 2)]
 )
 def test_only_empty_answers_are_called_so_beside_their_siblings(texts: tuple[str, ...], empty: int) -> None:
-    console = Console(file=io.StringIO(), width=160)
-    console.print(group_panel([replace(SAMPLE, member=member, text=text) for member, text in enumerate(texts)]))
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().count(NO_TEXT) == empty
+    group = [replace(SAMPLE, member=member, text=text) for member, text in enumerate(texts)]
+    assert rendered(group_panel(group)).count(NO_TEXT) == empty
 
 
 CONFIG = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 10})

@@ -114,11 +114,10 @@ def test_an_address_is_no_run_directory(address: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("command", [["run", "quickstart"], ["run"]])
 def test_a_run_at_an_address_is_refused_before_anything_is_made(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main([*command, "--run-dir", "gs://bucket/run"]) == 2
-    assert "gs://bucket/run is an address" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -45,35 +45,35 @@ def test_a_record_joins_what_engine_reward_and_trainer_say() -> None:
     assert (RECORD.reward, RECORD.terms, RECORD.advantage, RECORD.finish) == (0.5, {"numeric": 0.5}, -0.25, "stop")
 
 
-EPISODE = sample_record(
-    8,
-    ROW,
-    SampleText(
-        3, 1, "Guess", "7", [{"role": "assistant", "content": "5"}, {"role": "user", "content": "more"}], (0.5,)
-    ),
-    {},
-    TrainedSample(3, 1, 0, 8, 4),
-)
-
-
-def test_only_the_record_of_an_episode_has_turns_in_the_file(tmp_path: Path) -> None:
-    assert [turn["content"] for turn in EPISODE.turns] == ["5", "more"]
-    with closing(LineFile(tmp_path / "samples.jsonl")) as file:
-        for record in (RECORD, EPISODE):
-            file.append(record.fields())
-    plain, episode = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
-    assert set(episode) - set(plain) == {"turns", "turn_rewards"}
-    assert read_samples(tmp_path / "samples.jsonl") == [RECORD, EPISODE]
-
-
 def test_records_of_different_samples_are_not_joined() -> None:
     with pytest.raises(AssertionError):
         sample_record(8, ROW, SampleText(3, 2, "", ""), {}, TrainedSample(3, 1, 0, 8, 4))
 
 
-def test_records_come_back(tmp_path: Path) -> None:
-    write(tmp_path / "samples.jsonl", some())
-    assert read_samples(tmp_path / "samples.jsonl") == some()
+SAID = [{"role": "assistant", "content": "5"}, {"role": "user", "content": "more"}]
+TOKENS = {"prompt_ids": [4, 5], "token_ids": [7, 9], "token_logprobs": [-0.5, -1.0], "token_versions": [6, 7]}
+BY_TOKEN = {"token_advantages": [0.5, -0.5], "token_rewards": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("said", "trained", "more"),
+    [
+        (SampleText(3, 1, "1+1?", "two"), {}, {}),
+        (SampleText(3, 1, "Guess", "7", SAID, (0.5,)), {}, {"turns": SAID, "turn_rewards": [0.5]}),
+        (SampleText(3, 1, "1+1?", "two", [], (), "", (4, 5), (7, 9), (-0.5, -1.0), (6, 7)), {}, TOKENS),
+        (SampleText(3, 1, "1+1?", "two"), {"advantages": (0.5, -0.5), "rewards": (0.0, 1.0)}, BY_TOKEN),
+    ],
+    ids=["plain", "episode", "tokens", "numbers of tokens"],
+)
+def test_the_file_has_turns_and_tokens_where_there_are_some(
+    said: SampleText, trained: dict[str, Any], more: dict[str, Any], tmp_path: Path
+) -> None:
+    record = sample_record(8, ROW, said, {}, TrainedSample(3, 1, 0, 8, 4, **trained))
+    path = tmp_path / "samples.jsonl"
+    write(path, [RECORD, record])
+    plain, written = (json.loads(line) for line in path.read_text().splitlines())
+    assert {name: written[name] for name in written.keys() - plain.keys()} == more
+    assert read_samples(path) == [RECORD, record]
 
 
 def test_steps_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
@@ -120,18 +120,6 @@ def test_whole_groups_are_shown_that_are_spread_over_the_batch() -> None:
     assert to_show(batch, 0) == []
 
 
-def test_tokens_of_a_sample_are_kept(tmp_path: Path) -> None:
-    text = SampleText(
-        3, 1, "1+1?", "two", [], (), (4, 5), token_ids=(7, 9), token_logprobs=(-0.5, -1.0), token_versions=(6, 7)
-    )
-    record = sample_record(8, ROW, text, {}, TrainedSample(3, 1, 0, 2, 0))
-    write(tmp_path / "samples.jsonl", [record, RECORD])
-    assert read_samples(tmp_path / "samples.jsonl") == [record, RECORD]
-    first, second = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
-    assert (first["token_ids"], first["token_logprobs"], first["token_versions"]) == ([7, 9], [-0.5, -1.0], [6, 7])
-    assert set(first) - set(second) == {"prompt_ids", "token_ids", "token_logprobs", "token_versions"}
-
-
 @pytest.mark.parametrize(
     ("selection", "groups"),
     [
@@ -147,10 +135,7 @@ def test_tokens_of_a_sample_are_kept(tmp_path: Path) -> None:
 )
 def test_selections(selection: dict[str, Any], groups: list[int]) -> None:
     assert [record.group for record in select_samples(some(), **selection)] == groups
-
-
-def test_nothing_to_select_from() -> None:
-    assert select_samples([]) == []
+    assert select_samples([], **selection) == []
 
 
 def test_damaged_lines_are_told_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,15 +152,6 @@ def test_numbers_of_tokens_are_asked_for_up_to_a_sum_of_tokens() -> None:
     rows = [ROW._replace(member=member, tokens=10_000) for member in range(5)]
     assert shown_by_token(rows) == ((3, 0), (3, 1), (3, 2))
     assert shown_by_token([]) == ()
-
-
-def test_numbers_of_tokens_are_kept_where_they_differ(tmp_path: Path) -> None:
-    trained = TrainedSample(3, 1, 0, 2, 0, advantages=(0.5, -0.5), rewards=(0.0, 1.0))
-    record = sample_record(8, ROW, SampleText(3, 1, "1+1?", "two"), {}, trained)
-    assert (record.token_advantages, record.token_rewards) == ([0.5, -0.5], [0.0, 1.0])
-    write(tmp_path / "samples.jsonl", [record, RECORD])
-    assert read_samples(tmp_path / "samples.jsonl") == [record, RECORD]
-    assert "token_rewards" not in (tmp_path / "samples.jsonl").read_text().splitlines()[1]
 
 
 def test_a_file_that_is_full_keeps_steps_that_are_spread_over_the_run(tmp_path: Path) -> None:

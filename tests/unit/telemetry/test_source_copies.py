@@ -72,17 +72,12 @@ def test_files_that_moved_hold_the_same(tmp_path: Path, reward: tuple[str, Path]
     assert moved(old, look_at([reward])) == set(), "a file that is gone is not the same"
 
 
-def test_a_damaged_copy_is_found(tmp_path: Path, reward: tuple[str, Path]) -> None:
+def test_a_damaged_copy_is_found_and_a_damaged_index_is_an_error(tmp_path: Path, reward: tuple[str, Path]) -> None:
     folder = tmp_path / "sources"
     keep(folder, look_at([reward]))
     (folder / kept(folder)[0].copy).write_text("other")
     (damage,) = damaged_copies(folder)
     assert damage.endswith(f"is not the {reward[1]} that the run read for reward.functions")
-
-
-def test_a_damaged_index_is_an_error_with_a_remedy(tmp_path: Path, reward: tuple[str, Path]) -> None:
-    folder = tmp_path / "sources"
-    keep(folder, look_at([reward]))
     (folder / INDEX).write_text("[")
     with pytest.raises(ConfigError, match=r"index\.json is damaged \(.*remove it to go on"):
         kept(folder)

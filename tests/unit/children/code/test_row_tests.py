@@ -10,6 +10,7 @@ from asyncrl.children.code.code_runner import CodeRunner
 from asyncrl.children.code.row_tests import cases_in
 from asyncrl.children.sandbox import Program, TestCase
 from asyncrl.errors import TaskError
+from tests import golden
 
 WRONG = "def double(x):\n    return 0\n"
 RIGHT = "def double(x):\n    return 2 * x\n"
@@ -133,54 +134,15 @@ def test_tests_are_texts_or_tables() -> None:
     assert cases_in({"io": PAIRS}, "io")[1] == TestCase("io[0][1]", stdin="3\n", stdout="6\n")
 
 
-@pytest.mark.parametrize(
-    ("tests", "said"),
-    [
-        ([], r"the row's tests are no list of tests, but \[\]"),
-        (None, "the row's tests are no list of tests, but None"),
-        (7, "the row's tests are no list of tests, but 7"),
-        ([""], r"the row's tests\[0\] is no test: write .*, not ''"),
-        (["assert f(1)", 3], r"the row's tests\[1\] is no test"),
-        ([{"stdin": "1"}], r"the row's tests\[0\] is no test"),
-        ([{"stdin": "1", "code": "f(1)"}], r"the row's tests\[0\] is no test"),
-        ([{"stdout": None, "stdin": "1"}], r"the row's tests\[0\] is no test"),
-        ([{"stdout": "1", "checker": "2"}], r"the row's tests\[0\] is no test"),
-        ({"inputs": ["1"], "outputs": ["2", "3"]}, "has 1 inputs and 2 outputs"),
-        (
-            [{"input": "1", "output": "2", "testtype": "functional"}],
-            "calls a function: name one of the program as its fn_name",
-        ),
-        ({"inputs": [[1]], "outputs": [2], "fn_name": "f()"}, r"calls \['f\(\)'\]: name one of the program"),
-        ("eJxrYJmqwMAABMYzAA==", "is no Python"),
-        (CHECK, "asserts nothing of the program, .* or name its entry_point for `check`"),
-        ("double(2)", "asserts nothing of the program, so that every one passes"),
-        ("print(double(2))", "asserts nothing"),
-        ("x = double(2)", "asserts nothing"),
-        ("import math", "asserts nothing"),
-        ("assert True", "asserts nothing"),
-        ("two = 2\nassert max(two, 1) == 2", "asserts nothing of the program"),
-        ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "sum"}, r"calls \['sum'\]: name one of the program"),
-        ("assert (double(2) == 4, 'two')", "asserts nothing"),
-        ("def helper():\n    assert double(2) == 4", "asserts nothing"),
-        ("class Helper:\n    def check_it(self):\n        assert double(2) == 4", "asserts nothing"),
-        ("def test_a(solution):\n    assert solution", "asserts nothing"),
-        (
-            "import numpy as np\nassert np.all(double(2) == 4)",
-            "imports numpy: write the test without it, for sandboxes have the program and Python",
-        ),
-        (
-            "def test_a():\n    from numpy.linalg import det\n    assert det(double(2)) == 4",
-            "imports numpy.linalg: write",
-        ),
-        (
-            "from solution import double, sum\nassert sum(double([2])) == 4",
-            "imports sum, a name of Python itself: write",
-        ),
-        ("double(2) =", "is no Python"),
-    ],
-)
-def test_what_is_no_test_is_named(tests: Any, said: str) -> None:
-    with pytest.raises(TaskError, match=said):
+@pytest.mark.parametrize("tests", golden.cases(__file__, "test_what_is_no_test"), ids=str)
+def test_what_is_no_test(tests: str) -> None:
+    with golden.raises(TaskError):
+        cases_in({"tests": json.loads(tests)}, "tests")
+
+
+@pytest.mark.parametrize("tests", ["eJxrYJmqwMAABMYzAA==", "double(2) ="])
+def test_a_text_that_python_cannot_read_is_no_test(tests: str) -> None:
+    with pytest.raises(TaskError, match="is no Python"):
         cases_in({"tests": tests}, "tests")
 
 

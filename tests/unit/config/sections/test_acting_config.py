@@ -2,15 +2,12 @@
 
 from typing import Any
 
-import pytest
-
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.layers import file_layer
 from asyncrl.config.sources.load_config import load, resolve
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy.preflight import preflight
 from asyncrl.deploy.service_specs import service_specs
-from asyncrl.errors import ConfigError
 from tests import golden
 from tests.unit.engines.acting.scene import ENVIRONMENTS
 
@@ -48,44 +45,12 @@ def test_the_fleet_has_acting_workers_and_their_trainer() -> None:
     assert not list(preflight(config()))
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"reward.functions": ["exact_match"]}, r"reward\.functions"),
-        ({"task.samples_per_prompt": 3}, r"task\.samples_per_prompt.*write 8"),
-        ({"generation.engine": "vllm"}, r"generation\.engine"),
-        ({"training.layout": {"dp": 2}}, r"training\.layout.*has one rank"),
-        ({"acting": {"children": 9}}, r"acting\.children"),
-        ({"training.device": "cuda"}, r"training\.device.*on the CPU"),
-        ({"evaluate": {"prompts": "x.jsonl"}}, r"evaluate\.prompts"),
-        ({"evaluate": {"sets": {"hard": {"prompts": "x.jsonl"}}}}, r"evaluate\.sets"),
-        ({"evaluate": {"episodes": 3, "replicas": 2}}, r"evaluate\.replicas.*plays each episode .* once"),
-        ({"training.keep_best": "eval/return/mean"}, r"training\.keep_best.*without episodes: write evaluate.episodes"),
-    ],
-)
-def test_what_only_language_models_have_is_refused(values: dict[str, Any], said: str) -> None:
-    with golden.raises(ConfigError, match=said):
-        config(**values)
-
-
-def test_values_without_an_environment_are_warned_of() -> None:
-    values = {"model.name": "warmed:reverse", "task.prompts": "x.jsonl", "acting": {"epochs": 3}}
-    (warning,) = load(None, (), {}, values).config.warnings
-    golden.says(str(warning), "acting.epochs, acting.env")
-
-
 def test_the_fleet_has_an_evaluation_worker_where_episodes_are_evaluated() -> None:
     evaluated = config(evaluate={"episodes": 3, "every": 4})
     assert [spec.name for spec in service_specs(evaluated)] == ["generation", "training", "evaluation"]
     assert [version for version in range(1, 10) if evaluated.evaluate.due(version) == [""]] == [4, 8]
     assert not config().evaluate.due(10)
     assert not list(preflight(evaluated))
-
-
-def test_episodes_of_a_language_model_are_refused() -> None:
-    values = {"model.name": "warmed:reverse", "task.prompts": "x.jsonl", "evaluate.episodes": 3}
-    with golden.raises(ConfigError, match=r"evaluate\.episodes.*evaluate\.prompts"):
-        load(None, (), {}, {**values, "reward.functions": ["exact_match"]})
 
 
 def test_a_function_that_does_not_exist_is_found_before_anything_starts() -> None:

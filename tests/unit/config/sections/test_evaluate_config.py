@@ -3,16 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from asyncrl.config.named_files import source_files
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy.service_specs import service_specs
-from asyncrl.errors import ConfigError
 from asyncrl.protocols.service_contracts import GroupReward
-from tests import golden
 
 TOML = """\
 [model]
@@ -71,58 +67,3 @@ def test_a_group_function_of_a_set_has_its_group_in_one_replica() -> None:
     functions = [{"use": "mine:share", "group": True}]
     config = config_of({"sets": {"a": {"prompts": "a", "functions": functions}}})
     assert next(spec for spec in service_specs(config) if spec.name == "reward").contract is GroupReward
-
-
-@pytest.mark.parametrize(
-    ("evaluate", "told"),
-    [
-        ({"sets": {"code": {"prompts": "a"}}}, "'code'"),
-        ({"sets": {"a b": {"prompts": "a"}}}, "'a b'"),
-        ({"sets": {"a": {"prompts": "a", "sample": 2}}}, r"mean samples\?"),
-        ({"sets": {"a": {"prompts": "a", "samples": 2}}}, "0 all"),
-        ({"sets": {"a": {"prompts": "a", "functions": ["numeric", "numeric"]}}}, "'numeric'"),
-        ({"sets": {"a": {"prompts": "a", "functions": [{"use": "m:f", "by_token": True}]}}}, "remove by_token = true"),
-        ({"sets": {"a": {}}}, "evaluate.sets: .*prompts"),
-    ],
-)
-def test_mistakes_in_sets_are_told(evaluate: dict[str, Any], told: str) -> None:
-    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": ["numeric"]}}
-    with golden.raises(ConfigError, match=told):
-        load(values={**values, "evaluate": evaluate}, environ={})
-
-
-def test_a_best_checkpoint_needs_held_out_prompts() -> None:
-    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "training": {"keep_best": "-eval/cost/mean"}}
-    with pytest.raises(ConfigError, match=r"training\.keep_best.*nothing measures eval/cost/mean without held-out"):
-        load(values=values, environ={})
-
-
-HELD_OUT = {"prompts": "q.jsonl", "samples": 4, "temperature": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("metric", "keys", "says"),
-    [
-        ("eval/pass_at_1", {"samples": 1, "temperature": 0.0}, r"evaluate\.samples = 1 has no pass@k"),
-        ("eval/pass_at_8", {}, r"samples = 4 measures pass@1, 2, 4 only; write more samples"),
-        ("eval/pass_at_3", {}, r"measures pass@1, 2, 4 only"),
-        ("-eval/pass_at_8_low", {}, r"nothing measures eval/pass_at_8_low"),
-        (
-            "eval/words/pass_at_4",
-            {"sets": {"words": {"prompts": "w", "samples": 2}}},
-            r"evaluate\.sets\.words\.samples = 2",
-        ),
-        ("eval/pass_at_4", {}, ""),
-        ("eval/words/pass_at_2", {"sets": {"words": {"prompts": "w", "samples": 2}}}, ""),
-    ],
-)
-def test_a_best_checkpoint_is_chosen_by_a_pass_rate_that_is_measured(
-    metric: str, keys: dict[str, Any], says: str
-) -> None:
-    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "training": {"keep_best": metric}}
-    values = {**sections, "evaluate": {**HELD_OUT, **keys}}
-    if says:
-        with pytest.raises(ValueError, match=says):
-            Config.model_validate(values)
-    else:
-        Config.model_validate(values)

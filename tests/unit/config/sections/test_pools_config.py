@@ -3,15 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from asyncrl.config.placement import assignment
+from asyncrl.config.placement import assignment, joinable
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy.service_specs import service_specs
-from asyncrl.errors import ConfigError
-from tests import golden
+from asyncrl.fleet.weight_transport import transport_of
 
 TOML = """
 [pools.gpus]
@@ -59,48 +56,20 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
     assert loaded(tmp_path, dump(config)) == config
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--generation.pool", "gpu"], ["generation.pool", "'gpu', which does not exist: there are farm, gpus"]),
-        (["--generation.replicas", "3"], ["generation.pool", "generation has 3 workers", "pool 'gpus' has room for 2"]),
-        (
-            ["--reward.pool", "farm"],
-            ["reward.pool", "pool 'farm' is of hosts that join", "fleet.joined = { reward = 1"],
-        ),
-    ],
-)
-def test_what_does_not_fit_names_service_and_pool(flags: list[str], says: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
-        loaded(tmp_path, TOML, *flags)
-    assert all(each in str(refused.value) for each in says), refused.value
+LISTENS = {"listen": "tcp://127.0.0.1:7000", "wire": "tcp"}
 
 
-@pytest.mark.parametrize("devices", [[], ["cuda"], ["cpu", "cuda:0"], ["cuda:0", "cuda:0"], ["tpu:1"]])
-def test_devices_that_are_none(devices: list[str]) -> None:
-    values: dict[str, Any] = {"model": {"name": "m"}, "task": {"prompts": "p"}, "pools": {"p": {"devices": devices}}}
-    with pytest.raises(ValueError, match=r"device|pool"):
-        Config.model_validate(values)
+def joined(service: str, **sections: Any) -> Config:
+    fleet = {"joined": {service: 1}, **LISTENS}
+    return Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "fleet": fleet, **sections})
 
 
-def test_a_pool_without_services_is_a_warning(tmp_path: Path) -> None:
-    assert any("no service runs in pool 'farm'" in str(each) for each in loaded(tmp_path).warnings)
+def test_new_weights_reach_generation_that_joins_over_a_network() -> None:
+    transports = [transport_of(joined(service)).name for service in ("generation", "training", "reward")]
+    assert transports == ["tcp", "tcp", "shm"]
 
 
-@pytest.mark.parametrize(
-    ("table", "why"),
-    [
-        ('devices = ["gpu0"]', "item 1: 'gpu0'"),
-        ('devices = ["cuda:0", "cuda:0"]', ""),
-        ('hosts = ["node1", "node1"]', ""),
-        ("memory_gb = -5", "memory_gb"),
-        ("memory = 5", "mean memory_gb?"),
-    ],
-)
-def test_a_mistake_in_a_pool_names_the_pool_and_is_the_only_one(table: str, why: str, tmp_path: Path) -> None:
-    wrong = TOML.replace('hosts = ["node1", "node2"]', table).replace("[reward]", '[reward]\npool = "farm"')
-    with pytest.raises(ConfigError) as raised:
-        loaded(tmp_path, wrong)
-    golden.says(str(raised.value), why)
-    assert "mistakes" not in str(raised.value), "services of a pool with a mistake bring no further one"
-    assert "value error" not in str(raised.value).lower()
+def test_several_ranks_of_a_reference_do_not_join() -> None:
+    needed = {"algorithm": {"kl": 0.1}}
+    assert "reference" in joinable(joined("reference", **needed))
+    assert "reference" not in joinable(joined("reward", **needed, reference={"layout": {"tp": 2}}))

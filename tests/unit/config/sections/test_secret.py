@@ -129,7 +129,7 @@ def test_workers_get_the_secrets() -> None:
 
 
 def test_a_wrong_secret_is_not_in_its_error() -> None:
-    for wrong in ("short!", "k" * 129, 77777777):
+    for wrong in ("short!", "0123456\n", "k" * 129, 77777777):
         with pytest.raises(ConfigError, match=r"feedback\.key") as error:
             load("quickstart", environ={}, values={"feedback.key": wrong})
         assert str(wrong) not in str(error.value)

@@ -14,12 +14,14 @@ import pytest
 from asyncrl.config.sources import load
 from asyncrl.config.sources.keys import (
     EXPLAINED,
+    UNSUPPORTED,
     all_keys,
     foreign_rules,
     keys_with_tables,
     table_keys,
     translate,
 )
+from asyncrl.config.sources.layers import flags_layer
 from asyncrl.errors import ConfigError
 from tests import golden
 
@@ -129,42 +131,17 @@ def test_no_key_of_ours_is_taken_for_a_name_of_others() -> None:
     assert (verl, trl) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("data.filter_overlong_prompts", "write task.long_prompts"),
-        ("data.prompt_key", "write task.columns"),
-        ("trainer.project_name", "write telemetry.wandb_project"),
-        ("trainer.nnodes", ""),
-        ("actor_rollout_ref.rollout.temperature", "write generation.temperature"),
-        ("rollout.temperature", "write generation.temperature"),
-        ("actor_rollout_ref.rollout.mode", ""),
-        ("data.truncation", "write task.long_prompts"),
-        ("actor_rollout_ref.rollout.multi_turn.enable", "write environment.use"),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "write training.warmup_steps (in steps"),
-        ("actor_rollout_ref.rollout.gpu_memory_utilization", "write generation.vllm"),
-        ("reward.reward_model.rollout.temperature", ""),
-        ("distillation.teacher_models.teacher_model.inference.max_num_seqs", ""),
-        ("critic.optim.lr", "write critic.learning_rate"),
-        ("critic.shuffle", ""),
-        ("algorithm.kl_ctrl.type", "write algorithm.kl_target"),
-        ("global_profiler.global_tool_config.nsys.worker_nsight_options.cuda-graph-trace", ""),
-        ("tools", "write environment.use"),
-        ("vllm_mode", "write generation.engine"),
-        ("max_tool_calling_iterations", "write environment.max_turns"),
-        ("push_to_hub", ""),
-        ("shuffle_dataset", "write task.shuffle"),
-        ("logging_steps", "telemetry.print_every"),
-        ("disable_tqdm", "telemetry.print_every = 0 is quiet"),
-        ("training.load_best_model_at_end", "write training.keep_best"),
-        ("learning_rate", "write training.learning_rate"),
-    ],
-)
-def test_answers(name: str, answer: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load("quickstart", (f"--{name}", "1"), {})
-    golden.says(str(refused.value), answer)
-    assert "did you mean" not in str(refused.value)
+@pytest.mark.parametrize("name", golden.cases(__file__, "test_answers"), ids=str)
+def test_answers(name: str) -> None:
+    (problem,) = flags_layer((f"--{name}", "1")).problems
+    golden.says(problem)
+    assert "did you mean" not in problem.text
+
+
+def test_what_asyncrl_does_not_do_is_not_supported() -> None:
+    for name, why in UNSUPPORTED.items():
+        (problem,) = flags_layer((f"--{name}", "1")).problems
+        assert problem.text == f"not supported: {why}"
 
 
 @pytest.mark.parametrize("typed", ["evaluation.temperature", "stalenes.strategy", "trainng.seed", "generation.dtyp"])

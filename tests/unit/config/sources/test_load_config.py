@@ -172,24 +172,12 @@ def test_a_contradiction_about_a_broken_key_waits(loading: Loader) -> None:
     assert "\n" not in said
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--training 3", "training.KEY"),
-        ("task.size 3", ""),
-        ("--task.size 3 --task.size 4", "is given 2 times"),
-        ("--telemetry.sinks wand", "item 1"),
-        ("--reward.functions [{wieght=2}]", "item 1"),
-        ("--task.options x", "TOML"),
-        ("--task.options.x 1 --task.options.x 2", "--task.options.x: is given 2 times: 1, 2"),
-        ("--task.options.x", "--task.options.x"),
-        ("--task.options.x --task.size", "--task.options.x"),
-        ("--task.size.x 3", ""),
-        ("--fleet.wire zmq", "'ipc', 'tcp'"),
-    ],
-)
-def test_mistakes_in_flags(loading: Loader, flags: str, says: str) -> None:
-    golden.says(mistakes(loading, GOOD, flags), says)
+SETS = '[evaluate.sets.hard]\nprompts = "h.jsonl"\nsize = 3\n'
+
+
+@pytest.mark.parametrize("flags", golden.cases(__file__, "test_mistakes_in_flags"), ids=str)
+def test_mistakes_in_flags(loading: Loader, flags: str) -> None:
+    golden.says(mistakes(loading, GOOD + SETS, flags))
 
 
 def test_a_file_that_is_no_toml(loading: Loader) -> None:
@@ -215,49 +203,20 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         load(tmp_path / "mine.toml", environ={})
 
 
-@pytest.mark.parametrize(
-    ("target", "says"),
-    [
-        ("nofile.toml", "my-file.toml?"),
-        ("sub/mine.toml", "sub/mime.toml?"),
-        ("quikstart.toml", "quickstart?"),
-        ("my-fil", "my-file.toml?"),
-        ("quikstart", "mean quickstart?"),
-        ("smollm", "smolm.toml"),
-        ("zzz.toml", ""),
-        ("zzz", ""),
-        ("a.toml", "a.toml"),
-        ("sub/", "--run-dir"),
-        ("sub", "--run-dir"),
-    ],
-)
-def test_an_unknown_target_names_the_closest_experiment_and_file(
-    target: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("target", golden.cases(__file__, "test_an_unknown_target"), ids=str)
+def test_an_unknown_target(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The closest experiment and file are named."""
     (tmp_path / "sub").mkdir()
     for name in ("my-file.toml", "smolm.toml", "z.toml", "sub/mime.toml", "sub/notes.txt"):
         (tmp_path / name).write_text(GOOD)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as error:
+    with golden.raises(ConfigError):
         load(target, environ={})
-    golden.says(str(error.value), says)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("ASYNCRL_TRANING__STEPS", "mean ASYNCRL_STEPS?"),
-        ("ASYNCRL_TRANING__LEARNING_RATE", "mean ASYNCRL_TRAINING__LEARNING_RATE?"),
-        ("ASYNCRL_TRAINING__LEARNIN_RATE", "mean ASYNCRL_TRAINING__LEARNING_RATE?"),
-        ("ASYNCRL_TRAINING_LEARNING_RATE", "mean ASYNCRL_TRAINING__LEARNING_RATE?"),
-        ("ASYNCRL_NUM_GENERATIONS", "write ASYNCRL_TASK__SAMPLES_PER_PROMPT"),
-        ("ASYNCRL_TRAINING", "ASYNCRL_TRAINING__KEY"),
-    ],
-)
-def test_a_misspelled_environment_variable_gets_the_closest(name: str, says: str, loading: Loader) -> None:
-    said = mistakes(loading, GOOD, "", **{name: "3"})
-    assert said.startswith(f"environment variable {name}: ")
-    golden.says(said, says)
+@pytest.mark.parametrize("name", golden.cases(__file__, "test_a_misspelled_variable"), ids=str)
+def test_a_misspelled_variable(name: str, loading: Loader) -> None:
+    golden.says(mistakes(loading, GOOD, "", **{name: "3"}), f"environment variable {name}: ")
 
 
 def test_an_unknown_experiment_names_the_closest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,25 +242,8 @@ def test_every_experiment_is_valid_and_says_what_it_shows(name: str) -> None:
     assert experiments()[name]
 
 
-SETS = '[evaluate.sets.hard]\nprompts = "h.jsonl"\nsize = 3\n'
-
-
 def test_a_flag_gives_one_entry_of_a_table_that_the_file_has(loading: Loader) -> None:
     hard = loading(GOOD + SETS, "--evaluate.sets.hard.every 20").config.evaluate.sets["hard"]
     assert (Path(hard.prompts).name, hard.size, hard.every) == ("h.jsonl", 3, 20)
     hard = loading(GOOD + SETS, ASYNCRL_EVALUATE__SETS__hard__size="4").config.evaluate.sets["hard"]
     assert (Path(hard.prompts).name, hard.size) == ("h.jsonl", 4)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--evaluate.sets.hrad.every 20", "--evaluate.sets.hrad.every"),
-        ("--evaluate.sets.hard.every 0", "--evaluate.sets.hard.every"),
-        ("--evaluate.sets.hard.evry 2", "mean every?"),
-    ],
-)
-def test_mistakes_in_entries_of_a_table_are_found_in_the_whole_table(loading: Loader, flags: str, says: str) -> None:
-    said = mistakes(loading, GOOD + SETS, flags)
-    golden.says(said, says)
-    assert "\n" not in said
