@@ -70,21 +70,17 @@ def test_an_update_writes_what_the_tests_say_as_they_stand_in_their_file(message
     assert pytest_on(messages.parent, "--update-messages", "-n", "2")[0] != 0
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "found"),
-    [
-        ("there are 2", "there were 2", "another message"),
-        ("  - a second message\n", "", "has no such message"),
-        ("a second message\n", "a second message\n  - a third\n", "no longer shows"),
-        ("test_raised", "test_renamed", "tests that are gone"),
-    ],
-)
-def test_a_message_that_is_changed_missing_superfluous_or_stale_fails(
-    messages: Path, before: str, after: str, found: str
-) -> None:
-    messages.write_text(RECORDED.replace(before, after))
+def test_a_message_that_is_changed_missing_or_superfluous_fails_and_so_do_all_with_a_stale_one(messages: Path) -> None:
+    changed = RECORDED.replace("there are 2", "there were 2").replace("  - a second message\n", "")
+    messages.write_text(changed.replace("there are 10\n", "there are 10\n  - a second message\n"))
     status, said = pytest_on(messages.parent)
-    assert (status, found in said) == (1, True), said
+    found = [
+        text in said for text in ("another message", "has no such message", "no longer shows", "3 failed, 1 passed")
+    ]
+    assert (status, found) == (1, [True] * 4), said
+    messages.write_text(RECORDED.replace("test_raised", "test_renamed"))
+    status, said = pytest_on(messages.parent)
+    assert (status, "tests that are gone" in said) == (1, True), said
 
 
 def test_an_update_of_one_test_keeps_the_messages_of_others_and_one_of_all_drops_what_is_stale(messages: Path) -> None:
@@ -112,6 +108,13 @@ def test_an_update_of_one_test_keeps_the_messages_of_others_and_one_of_all_drops
 )
 def test_what_changes_from_run_to_run_has_a_name(text: str, shown: str, tmp_path: Path) -> None:
     assert golden.normalised(text, tmp_path.parent) == shown
+
+
+def test_cases_are_those_of_the_file(messages: Path) -> None:
+    messages.write_text("test_a[x = 1]\n  - one\n\ntest_b[y]\n  - b\n\ntest_a[new\\nline]\n")
+    assert golden.cases(str(messages.with_name("test_cases.py")), "test_a") == ["x = 1", "new\nline"]
+    with pytest.raises(AssertionError, match="has no cases of test_c"):
+        golden.cases(str(messages.with_name("test_cases.py")), "test_c")
 
 
 def test_every_file_of_messages_lies_beside_its_tests() -> None:
