@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.algorithms import grpo
-from asyncrl.controller.controller import DRAWN_AT_ONCE, Algorithm, Controller
+from asyncrl.controller import controller
+from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped, InFlight, Trained
@@ -24,11 +25,12 @@ from asyncrl.errors import (
 )
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import Array, BatchRef, Cuts, Place, SampleName
-from asyncrl.protocols.messages import PromptGroup, Score, StepReport
+from asyncrl.protocols.messages import Score, StepReport
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant, stragglers
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+from tests import golden
 from tests.unit.scene import CONFIG, Scene, settings
 
 
@@ -61,8 +63,9 @@ def test_draws_wait_for_releases_so_that_rows_keep_within_their_slots() -> None:
     assert scene.gate.version == 12
 
 
-def test_other_tasks_run_while_many_groups_are_drawn() -> None:
-    scene = Scene(replace(CONFIG, groups=3 * DRAWN_AT_ONCE, members=2, slots=8 * DRAWN_AT_ONCE), steps=1)
+def test_other_tasks_run_while_many_groups_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "DRAWN_AT_ONCE", 16)
+    scene = Scene(replace(CONFIG, groups=48, members=2, slots=128), steps=1)
     drawn_in: list[int] = []
 
     def observe(event: Event) -> None:
@@ -73,7 +76,7 @@ def test_other_tasks_run_while_many_groups_are_drawn() -> None:
 
     scene.observe = observe
     scene.play()
-    assert max(drawn_in) == DRAWN_AT_ONCE
+    assert max(drawn_in) == 16
     assert scene.gate.version == 1
 
 
@@ -119,9 +122,7 @@ def test_policies_that_drift_apart_are_told_once_and_then_end_the_run() -> None:
     scene = Scene(steps=9)
     scene.training = Drifting(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
     scene.config = settings(9, mismatch={"warn_kl": 0.15, "stop_kl": 0.35})
-    with pytest.raises(
-        PolicyMismatch, match=r"step 4: mismatch/kl \(kl to engine, k3\) is 0\.4, over mismatch\.stop_kl = 0\.35"
-    ):
+    with golden.raises(PolicyMismatch):
         scene.play()
     (told,) = scene.told(Warned)
     assert told.text.startswith("step 2: ")
@@ -184,18 +185,6 @@ def test_stop_ends_the_run_after_the_running_iteration() -> None:
     assert len(scene.records(InFlight)) == 1
 
 
-class BrokenReward(FakeReward):
-    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
-        raise RewardError(f"reward function 'broken' failed on sample {samples.rows[0].key}")
-
-
-def test_a_reward_that_fails_ends_the_run_with_one_error() -> None:
-    scene = Scene()
-    scene.reward = BrokenReward(0.0)
-    with pytest.raises(RewardError, match="'broken' failed on sample"):
-        scene.play()
-
-
 class FailingFleet(FakeReward):
     """The run fails, and in the turns of the loop that follow it hears that the worker that holds the rows died."""
 
@@ -218,24 +207,38 @@ def test_a_worker_that_dies_while_a_run_fails_hides_nothing_of_the_failure() -> 
         scene.play()
 
 
-class PoisonousGeneration(FakeGeneration):
+async def poisonous(fleet: Fleet, control: Controller, group: Attempt) -> None:
     """Group 1 kills whoever samples it."""
-
-    async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
-        if prompts.id == 1:
-            raise PeerLost(f"died in attempt {prompts.attempt}")
-        async for samples in super().generate(prompts):
-            yield samples
+    if group.prompts.id == 1:
+        raise PeerLost(f"died in attempt {group.prompts.attempt}")
+    await grpo.roll_out(fleet, control, group)
 
 
-def test_a_group_that_fails_three_times_is_dropped_with_its_prompt() -> None:
+async def forget_every_second_sample(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    async for samples in fleet.generation.generate(group.prompts):
+        control.generated(samples)
+        for row in samples:
+            if group.prompts.id != 1 or row.member % 2:
+                control.ready(BatchRef((row,)), [Score(float(row.member), {})])
+
+
+@pytest.mark.parametrize(
+    ("roll_out", "members", "why"),
+    [
+        (poisonous, {0, 1, 2, 3}, "died in attempt 2"),
+        (forget_every_second_sample, {0, 2}, "the attempt ended without samples (0, 2)"),
+    ],
+)
+def test_a_group_that_fails_three_times_is_dropped_with_its_prompt(roll_out: Any, members: set[int], why: str) -> None:
     scene = Scene()
-    scene.generation = PoisonousGeneration(16, 0.1, constant(20))
-    scene.training = FakeTraining(StepCost(1.0), 1, [scene.generation], seed=0)
+    scene.algorithm = Algorithm(roll_out, grpo.train)
     scene.play()
-    assert scene.told(GroupPoisoned) == [GroupPoisoned(1, "prompt 1", "died in attempt 2")]
-    assert Dropped(1, (0, 1, 2, 3), "poison") in scene.events
-    assert all(row.group != 1 for event in scene.told(StepDone) for row in event.cuts.batch)
+    assert scene.told(GroupPoisoned) == [GroupPoisoned(1, "prompt 1", why)]
+    (dropped,) = [event for event in scene.told(Dropped) if event.reason == "poison"]
+    assert dropped.group == 1
+    assert members <= {*dropped.members}
+    trained = {row.key for event in scene.told(StepDone) for row in event.cuts.batch}
+    assert trained.isdisjoint((1, member) for member in members)
     assert scene.gate.version == 3
 
 
@@ -281,30 +284,14 @@ def test_slow_groups_that_run_in_a_worker_which_dies_three_times_in_a_row_are_no
     assert scene.gate.version == 3
 
 
-async def forget_every_second_sample(fleet: Fleet, control: Controller, group: Attempt) -> None:
-    async for samples in fleet.generation.generate(group.prompts):
-        control.generated(samples)
-        for row in samples:
-            if group.prompts.id != 0 or row.member % 2:
-                control.ready(BatchRef((row,)), [Score(float(row.member), {})])
-
-
-def test_an_algorithm_that_forgets_samples_is_told_which() -> None:
-    scene = Scene()
-    scene.algorithm = Algorithm(forget_every_second_sample, grpo.train)
-    scene.play()
-    assert scene.told(GroupPoisoned) == [GroupPoisoned(0, "prompt 0", "the attempt ended without samples (0, 2)")]
-
-
-class Liar(FakeTraining):
-    async def step(self, cuts: Cuts) -> StepReport:
-        return replace(await super().step(cuts), version=7)
-
-
 def test_a_report_of_another_version_is_refused() -> None:
+    class Liar(FakeTraining):
+        async def step(self, cuts: Cuts) -> StepReport:
+            return replace(await super().step(cuts), version=7)
+
     scene = Scene()
     scene.training = Liar(StepCost(1.0), 1, [scene.generation], seed=0)
-    with pytest.raises(Refused, match="version 7 after a step that should have led to incarnation 0, version 1"):
+    with golden.raises(Refused):
         scene.play()
 
 

@@ -1,6 +1,7 @@
 """Which groups run alone, and which are blamed, after which deaths and failures."""
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,10 @@ class Fleet:
         self.now += after
         death = Death(worker, host, self.now, frozenset(groups), groups[0] if alone else None, f"{worker} died")
         self.crashes.record_death(death, {f"{host}a", f"{host}b", *alive} - {worker})
+
+    def isolate(self, *groups: int) -> None:
+        for _ in range(ISOLATED_AFTER):
+            self.die(*groups)
 
     def lose_host(self, host: str, *groups_of_workers: tuple[int, ...], apart: float = 0.5) -> None:
         for worker, groups in zip((f"{host}a", f"{host}b"), groups_of_workers, strict=True):
@@ -129,8 +134,7 @@ def test_a_host_of_which_a_worker_lives_is_not_lost() -> None:
 
 def test_a_lost_host_takes_a_worker_with_it_once_and_explains_no_other_death() -> None:
     fleet = Fleet()
-    for _ in range(ISOLATED_AFTER):
-        fleet.die(1, 2)
+    fleet.isolate(1, 2)
     for _ in range(2):
         fleet.die(1, worker="h7a", host="h7", after=NOTICE / 4, alone=True)
     fleet.die(5, worker="h7b", host="h7", after=NOTICE / 4)
@@ -149,8 +153,7 @@ def test_a_host_may_be_lost_twice_within_the_time_of_a_notice() -> None:
 
 def test_isolated_groups_that_kill_their_workers_on_one_host_are_no_lost_host() -> None:
     fleet = Fleet()
-    for _ in range(ISOLATED_AFTER):
-        fleet.die(1, 2)
+    fleet.isolate(1, 2)
     for _ in range(ATTRIBUTED_AFTER):
         fleet.die(1, worker="h7a", host="h7", alone=True)
         fleet.die(2, worker="h7b", host="h7", after=0.5, alone=True)
@@ -179,8 +182,7 @@ def test_a_suspect_that_crashes_one_generator_after_the_other_on_a_host_is_found
 
 def test_a_group_needs_more_evidence_while_workers_die_without_it() -> None:
     fleet = Fleet()
-    for _ in range(ISOLATED_AFTER):
-        fleet.die(3)
+    fleet.isolate(3)
     for _ in range(ATTRIBUTED_AFTER):
         fleet.die(3, alone=True)
         fleet.die(50, host="h9")
@@ -193,8 +195,7 @@ def test_a_group_needs_more_evidence_while_workers_die_without_it() -> None:
 
 def test_deaths_that_another_suspect_explains_excuse_nobody() -> None:
     fleet = Fleet()
-    for _ in range(ISOLATED_AFTER):
-        fleet.die(3, 4)
+    fleet.isolate(3, 4)
     for _ in range(ATTRIBUTED_AFTER):
         fleet.die(3, alone=True)
         fleet.die(4, host="h9", alone=True)
@@ -227,123 +228,81 @@ def test_a_group_that_fails_without_deaths_is_given_up_where_it_fails_alone(alon
 # ---- mutants: each breaks a rule, and some test above fails ------------------------------------------------
 
 
-def suspects_after_one_death(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(crash_attribution, "ISOLATED_AFTER", 1)
+whole = CrashAttribution.record_death
 
 
-def guilty_one_death_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(crash_attribution, "ATTRIBUTED_AFTER", ATTRIBUTED_AFTER - 1)
+def with_company(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+    death.alone = next(iter(death.present), None)
+    whole(crashes, death, alive)
 
 
-def company_is_no_excuse(patch: pytest.MonkeyPatch) -> None:
-    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
-        death.alone = next(iter(death.present), None)
-        whole(crashes, death, alive)
-
-    whole = CrashAttribution.record_death
-    patch.setattr(CrashAttribution, "record_death", record)
+def explaining_all(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+    whole(crashes, death, alive)
+    for each in crashes._deaths if death.lost_host is not None else ():
+        if each.domain == death.domain and each.at >= death.at - NOTICE:
+            each.lost_host = death.lost_host
 
 
-def hosts_are_never_lost(patch: pytest.MonkeyPatch) -> None:
-    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
-        whole(crashes, death, [*alive, "another"])
-
-    whole = CrashAttribution.record_death
-    patch.setattr(CrashAttribution, "record_death", record)
-
-
-def two_deaths_anywhere_are_a_lost_host(patch: pytest.MonkeyPatch) -> None:
-    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
-        whole(crashes, death, ())
-
-    whole = CrashAttribution.record_death
-    patch.setattr(CrashAttribution, "record_death", record)
+def losing_again(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+    for each in crashes._deaths:
+        if each.domain == death.domain:
+            each.lost_host = None
+    whole(crashes, death, alive)
 
 
-def a_lost_host_explains_all_deaths_there(patch: pytest.MonkeyPatch) -> None:
-    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
-        whole(crashes, death, alive)
-        for each in crashes._deaths if death.lost_host is not None else ():
-            if each.domain == death.domain and each.at >= death.at - NOTICE:
-                each.lost_host = death.lost_host
-
-    whole = CrashAttribution.record_death
-    patch.setattr(CrashAttribution, "record_death", record)
+def as_if_not_alone(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+    alone = death.alone
+    death.alone = None
+    whole(crashes, death, alive)
+    death.alone = alone
 
 
-def a_host_is_lost_again_with_each_death(patch: pytest.MonkeyPatch) -> None:
-    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
-        for each in crashes._deaths:
-            if each.domain == death.domain:
-                each.lost_host = None
-        whole(crashes, death, alive)
-
-    whole = CrashAttribution.record_death
-    patch.setattr(CrashAttribution, "record_death", record)
+def all_deaths_without(crashes: CrashAttribution, group: int, since: float) -> int:
+    return sum(death.at >= since and group not in death.present for death in crashes._deaths)
 
 
-def isolated_groups_lose_hosts(patch: pytest.MonkeyPatch) -> None:
-    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
-        alone = death.alone
-        death.alone = None
-        whole(crashes, death, alive)
-        death.alone = alone
-
-    whole = CrashAttribution.record_death
-    patch.setattr(CrashAttribution, "record_death", record)
-
-
-def suspects_lose_no_host(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(crash_attribution, "_died_of_groups", lambda deaths: all(death.alone is not None for death in deaths))
-
-
-def suspects_lose_every_host(patch: pytest.MonkeyPatch) -> None:
-    def own(deaths: Collection[Death]) -> bool:
-        return len({death.alone for death in deaths} - {None}) == len(deaths)
-
-    patch.setattr(crash_attribution, "_died_of_groups", own)
-
-
-def nothing_is_forgiven(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CrashAttribution, "_killed_by_others", lambda crashes, group, since: 0)
-
-
-def other_suspects_excuse(patch: pytest.MonkeyPatch) -> None:
-    def killed(crashes: CrashAttribution, group: int, since: float) -> int:
-        return sum(death.at >= since and group not in death.present for death in crashes._deaths)
-
-    patch.setattr(CrashAttribution, "_killed_by_others", killed)
-
-
-def nothing_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CrashAttribution, "forget", lambda crashes, group: None)
-
-
-def failures_need_no_isolation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CrashAttribution, "fails_alone", lambda crashes, group: crashes._failures[group] >= FAILURES)
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    "suspects after one death": (crash_attribution, "ISOLATED_AFTER", 1),
+    "guilty one death early": (crash_attribution, "ATTRIBUTED_AFTER", ATTRIBUTED_AFTER - 1),
+    "company is no excuse": (CrashAttribution, "record_death", with_company),
+    "hosts are never lost": (
+        CrashAttribution,
+        "record_death",
+        lambda crashes, death, alive: whole(crashes, death, [*alive, "another"]),
+    ),
+    "two deaths anywhere are a lost host": (
+        CrashAttribution,
+        "record_death",
+        lambda crashes, death, alive: whole(crashes, death, ()),
+    ),
+    "a lost host explains all deaths there": (CrashAttribution, "record_death", explaining_all),
+    "a host is lost again with each death": (CrashAttribution, "record_death", losing_again),
+    "isolated groups lose hosts": (CrashAttribution, "record_death", as_if_not_alone),
+    "suspects lose no host": (
+        crash_attribution,
+        "_died_of_groups",
+        lambda deaths: all(death.alone is not None for death in deaths),
+    ),
+    "suspects lose every host": (
+        crash_attribution,
+        "_died_of_groups",
+        lambda deaths: len({death.alone for death in deaths} - {None}) == len(deaths),
+    ),
+    "nothing is forgiven": (CrashAttribution, "_killed_by_others", lambda crashes, group, since: 0),
+    "other suspects excuse": (CrashAttribution, "_killed_by_others", all_deaths_without),
+    "nothing is forgotten": (CrashAttribution, "forget", lambda crashes, group: None),
+    "failures need no isolation": (
+        CrashAttribution,
+        "fails_alone",
+        lambda crashes, group: crashes._failures[group] >= FAILURES,
+    ),
+}
+"""What each replaces, where, and by what."""
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        suspects_after_one_death,
-        guilty_one_death_early,
-        company_is_no_excuse,
-        hosts_are_never_lost,
-        two_deaths_anywhere_are_a_lost_host,
-        a_lost_host_explains_all_deaths_there,
-        a_host_is_lost_again_with_each_death,
-        isolated_groups_lose_hosts,
-        suspects_lose_no_host,
-        suspects_lose_every_host,
-        nothing_is_forgiven,
-        other_suspects_excuse,
-        nothing_is_forgotten,
-        failures_need_no_isolation,
-    ],
-)
-def test_a_mutant_is_found(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_is_found(mutant: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*mutant)
     rules = [test for name, test in globals().items() if name.startswith("test_") and name != "test_a_mutant_is_found"]
     parametrized = test_a_group_that_fails_without_deaths_is_given_up_where_it_fails_alone
     checks = [test for test in rules if test is not parametrized] + [lambda: parametrized(alone=False)]
