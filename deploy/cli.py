@@ -1,54 +1,21 @@
 """The command line. Imports nothing but the standard library until it knows which command is meant."""
 
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
+from typing import NamedTuple
 
 import asyncrl
 from asyncrl.config.install_hints import program
 from asyncrl.errors import AsyncrlError
 from asyncrl.telemetry.clean_text import clean_streams
 from asyncrl.version import __version__
-
-COMMANDS = {
-    "run": "train an experiment; with the --run-dir of an earlier run, resume it",
-    "init": "write a commented file of an experiment, for a task that it asks about",
-    "monitor": "show what the workers of a running run do",
-    "dashboard": "show runs live in a browser: workers, curves, samples, pause, scale and stop",
-    "scale": "change the number of workers of a service while a run goes on",
-    "weights": "show what weights each pipeline stage of a running run's trainer holds",
-    "pause": "hold a running run back: it draws no samples and begins no step until unpause",
-    "unpause": "let a paused run go on",
-    "stop": "end a running run with a checkpoint, after its running step",
-    "join": "offer this host to a run, which starts a worker here",
-    "admit": "make a key with which workers of one role may join runs",
-    "samples": "show what the model wrote, the rewards of its samples, and which tokens were trained",
-    "evaluate": "score a run's model, or any model, on held-out prompts",
-    "export": "copy the newest good model of a run to a folder that from_pretrained loads",
-    "push": "upload the model of a run to the Hugging Face hub",
-    "preferences": "fit a reward model to what people said in runs with live feedback",
-    "try": "run a few rows through prompt, model and rewards without training, and show each",
-    "report": "write the curves, timeline and samples of a run as one HTML file, or compare runs",
-    "tune": "search for better values of an experiment's keys with short runs of it",
-    "replay": "give a service of a recorded run again what it was given, and say where its answers differ",
-    "audit": "check that a run trained each sample at most once and lost none",
-    "graph": "print the services, endpoints, protocols and sockets of an experiment",
-    "plan": "print where the workers of an experiment run and the memory that they need",
-    "experiments": "list the experiments that come with asyncrl",
-    "keys": "print every config key with its type, default and meaning",
-    "doctor": "check what this machine can run, and what an experiment needs",
-}
-
-HOMES = {
-    **{name: f"control:{name}" for name in ("pause", "unpause", "stop", "scale", "weights")},
-    "admit": "join:admit",
-    "push": "export:push",
-    "try": "evaluate:try_rows",
-}
-"""Module and function of the commands that share a file with others; any other is `main` in the file of its name."""
 
 MEANT = {
     **dict.fromkeys(("train", "resume", "start", "launch", "fit"), "run"),
@@ -70,6 +37,9 @@ MEANT = {
 """Commands by words that other programs have for them."""
 
 EXPERIMENTS = Path(asyncrl.__file__).parent / "experiments"
+FOLDER = Path(__file__).parent / "commands"
+DESCRIPTION = re.compile(r'^(?:[A-Z]+ = \(?\s*)?"{1,3}`asyncrl (\w+)[^`]*` ([^.:]*)', re.MULTILINE)
+"""Begin of the text that describes a command, in the file that has the command."""
 
 EXIT_CODES = {
     0: "The command succeeded; so did a run that the first Ctrl-C (or SIGTERM) ended with a checkpoint.",
@@ -83,6 +53,26 @@ MISTAKE = 2
 INTERRUPTED = 130
 
 
+class Command(NamedTuple):
+    """A command. summary: what it does, by the begin of its description."""
+
+    module: str
+    function: str
+    summary: str
+
+
+@cache
+def commands() -> dict[str, Command]:
+    """Returns all commands by name, as their files describe them; none is imported. A command is `main` in the file of
+    its name, and a function of its name in the file of another one."""
+    found = {}
+    for path in FOLDER.glob("*.py"):
+        for name, summary in DESCRIPTION.findall(path.read_text("utf-8")):
+            function = "main" if name == path.stem else f"{name}_" if iskeyword(name) else name
+            found[name] = Command(f"asyncrl.deploy.commands.{path.stem}", function, " ".join(summary.split()))
+    return dict(sorted(found.items()))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; the arguments are the process's by default."""
     with clean_streams():
@@ -91,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
-    if name == "help" and rest and rest[0] in COMMANDS:
+    if name == "help" and rest and rest[0] in commands():
         name, *rest = rest[0], "--help"
     if name in ("", "-h", "--help", "help"):
         print(help_text())
@@ -99,7 +89,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     if name == "--version":
         print(f"asyncrl {__version__}")
         return 0
-    if name not in COMMANDS:
+    if name not in commands():
         return _fail(f"there is no command {name!r}; {_meant(name)}", MISTAKE)
     return _run_command(name, rest)
 
@@ -112,19 +102,19 @@ def _meant(name: str) -> str:
         return f"did you mean `{program()} run {name}`?"
     if name.startswith("-"):
         return f"the command comes first, and then its options: `{program()} COMMAND --help`"
-    near = difflib.get_close_matches(name, COMMANDS, 1, 0.6)
-    return f"did you mean `{program()} {near[0]}`?" if near else f"there are {', '.join(COMMANDS)}"
+    near = difflib.get_close_matches(name, commands(), 1, 0.6)
+    return f"did you mean `{program()} {near[0]}`?" if near else f"there are {', '.join(commands())}"
 
 
 def help_text() -> str:
-    width = max(map(len, COMMANDS))
+    width = max(map(len, commands()))
     return "\n".join(
         [
             "usage: asyncrl COMMAND [arguments]        asyncrl COMMAND --help",
             "",
             "asyncrl trains language models with reinforcement learning on a fleet of asyncio services.",
             "",
-            *(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()),
+            *(f"  {name:{width}}  {each.summary}" for name, each in commands().items()),
             "",
             f"Begin with: {program()} run quickstart",
             "",
@@ -141,8 +131,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
             from asyncrl.deploy.process.stored_runs import read_here
 
             arguments = read_here(name, arguments)
-        module, _, function = HOMES.get(name, f"{name}:main").partition(":")
-        code: int = getattr(import_module(f"asyncrl.deploy.commands.{module}"), function)(arguments)
+        command = commands()[name]
+        code: int = getattr(import_module(command.module), command.function)(arguments)
         sys.stdout.flush()
         return code
     except AsyncrlError as error:

@@ -1,2 +1,2 @@
-"""The commands, functions of their arguments that return an exit code: `main` in the file of its name; of those that
-share a file, cli.py has the names."""
+"""The commands, functions of their arguments that return an exit code: `main` in the file of the command's name, or a
+function of that name in the file of another one. The text that describes a command registers it."""

@@ -73,7 +73,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def try_rows(arguments: list[str]) -> int:
+def try_(arguments: list[str]) -> int:
     parser = CommandParser("asyncrl try", description=TRY, allow_abbrev=False)
     parser.add_argument("target", metavar="NAME|FILE", help="Name an experiment, or its TOML file.")
     text = "Try this many rows, those that a run would draw first (default: 3)."
@@ -81,10 +81,10 @@ def try_rows(arguments: list[str]) -> int:
     asked, flags = parser.parse_known_args(arguments)
     from asyncrl.config.problems import refuse
     from asyncrl.config.sources import load
-    from asyncrl.deploy.commands.tried_rows import try_rows as tried
+    from asyncrl.deploy.commands.tried_rows import try_rows
     from asyncrl.deploy.preflight import preflight
 
     loaded = load(asked.target, flags)
     refuse(preflight(loaded.config, places=loaded.sources))
-    asyncio.run(tried(loaded.config, loaded.sources, asked.rows, lambda line: print(line, flush=True)))
+    asyncio.run(try_rows(loaded.config, loaded.sources, asked.rows, lambda line: print(line, flush=True)))
     return 0

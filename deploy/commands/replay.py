@@ -1,5 +1,5 @@
-"""`asyncrl replay` gives a service of a recorded run again what it was given, in this process, and says where its
-answers differ by now. Run it under a debugger, or after a change of the code."""
+"""`asyncrl replay` gives a service of a recorded run again what it was given, and says where its answers differ by now.
+It does so in this process: run it under a debugger, or after a change of the code."""
 
 import asyncio
 from contextlib import closing
