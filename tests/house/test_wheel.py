@@ -56,7 +56,7 @@ def test_the_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: P
     where = run(sys.executable, "-c", IMPORTS, cwd=tmp_path, PYTHONPATH=str(home))
     assert Path(where.strip()).is_relative_to(home)
     place = {"cwd": tmp_path, "PYTHONPATH": str(home)}
-    assert "train an experiment" in run(sys.executable, str(home / "bin/asyncrl"), "--help", **place)
+    assert "trains an experiment" in run(sys.executable, str(home / "bin/asyncrl"), "--help", **place)
     assert "reward0.0" in run(sys.executable, str(home / "bin/asyncrl"), "plan", "quickstart", **place)
     assert "overlap" in run(sys.executable, str(home / "bin/asyncrl-bench"), "--help", **place)
     written = run(sys.executable, str(home / "bin/asyncrl-bench"), "learning", "--report", **place)

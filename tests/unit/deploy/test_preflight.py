@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.children.containment import Containment, WithoutNetwork
 from asyncrl.config.named_files import source_files
-from asyncrl.config.problems import refuse
+from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
 from asyncrl.deploy import preflight as preflight_module
 from asyncrl.deploy.commands import doctor
@@ -183,7 +183,11 @@ def test_devices_of_hosts_that_join_are_not_looked_for_here() -> None:
     assert not [problem for problem in preflight(chosen) if "cuda:7" in str(problem)]
 
 
-def test_a_device_of_a_pool_that_is_not_here_is_refused_with_pool_and_services() -> None:
+def test_a_device_of_a_pool_that_is_not_here_is_refused_with_pool_and_services(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lacks = [Problem(f"pools.gpus.devices[{at}]", "", f'"cuda:{at + 6}" cannot be used') for at in (0, 1)]
+    monkeypatch.setattr(preflight_module, "device_mistakes", lambda devices: lacks)
     pools = {"gpus": {"devices": ["cuda:6", "cuda:7"]}}
     pooled = config(pools=pools, training={"pool": "gpus"}, generation={"pool": "gpus"})
     assert devices(pooled) == {"pools.gpus.devices[0]": "cuda:6", "pools.gpus.devices[1]": "cuda:7"}
