@@ -23,8 +23,9 @@ fleet reports when nothing moves. The controller is the only writer of gate and 
 import asyncio
 import inspect
 import itertools
+import math
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -33,7 +34,6 @@ from typing import Literal, cast
 from asyncrl.concurrency import one_error, root_cause
 from asyncrl.config.schema import Config
 from asyncrl.config.user_code import name_of
-from asyncrl.controller.algorithm_checks import AlgorithmChecks
 from asyncrl.controller.checkpointing import restore_rows
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
@@ -50,7 +50,7 @@ from asyncrl.errors import AlgorithmError, AsyncrlError, LostRows, TaskError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.lanes.host_id import UNKNOWN_DOMAIN, FaultDomain
 from asyncrl.objectives.advantages import Advantages
-from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef, SampleName
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
 from asyncrl.protocols.service_contracts import RUNNING, UNDONE, Training
 from asyncrl.rewards.execution.scoring import stores_token_rewards
@@ -77,7 +77,6 @@ class Algorithm:
     name: str = ""
 
     def __repr__(self) -> str:
-        """Returns the names of its functions, for errors."""
         return f"Algorithm({name_of(self.roll_out)}, {name_of(self.train)})"
 
 
@@ -109,6 +108,96 @@ class AttributedTo:
         frames = traceback.extract_tb(cause.__traceback__)
         own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames[-1:]
         return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+COLUMNS = {
+    "reference": ("reference_logprobs", "samples = control.holds(await fleet.reference.logprobs(samples))"),
+    "critic": ("values", "samples = control.holds(samples.also_at(await fleet.critic.values(samples)))"),
+    "cost_critic": ("cost_values", "samples = control.holds(samples.also_at(await fleet.cost_critic.values(samples)))"),
+}
+"""The column that the trainer reads of each sample where a service is part of the fleet, and the call that makes it."""
+
+
+class AlgorithmChecks:
+    """Names a mistake in what an algorithm hands to its `control` where it is made, with what to write. Remembers which
+    samples the algorithm dropped of groups that still roll out. by_token: whether the trainer reads the rewards of
+    single tokens."""
+
+    def __init__(self, fleet: Fleet, by_token: bool = False) -> None:
+        self._by_token = by_token
+        self._needed = [service for service in COLUMNS if getattr(fleet, service) is not None]
+        self._with_costs = fleet.cost is not None
+        self._with_episodes = fleet.environment is not None
+        self._dropped: dict[int, set[SampleName]] = {}
+
+    def check_generated(self, samples: BatchRef) -> None:
+        """Raises AlgorithmError for a sample that no environment answered to its end, in a run with one."""
+        if not self._with_episodes:
+            return
+        for row in samples:
+            if not row.finish or not any("turn_rewards" in place.columns for place in row.places):
+                raise AlgorithmError(
+                    f"control.generated got sample {row.key}, whose episode was not played to its end, and "
+                    "environment.use names an environment: write `await play(fleet, control, group, score)`, from "
+                    "asyncrl.algorithms.play_episode, in place of `fleet.generation.generate`, or leave "
+                    "environment.use out"
+                )
+
+    def check_ready(self, samples: BatchRef, scores: Sequence[Score], costs: Sequence[Score] | None) -> None:
+        """Raises AlgorithmError for a missing score or cost, a sample dropped before, or a sample without a column."""
+        self.check_scores("ready", samples, scores)
+        if costs is not None:
+            self.check_scores("ready", samples, costs, "cost")
+        elif self._with_costs:
+            raise AlgorithmError(
+                "control.ready got no costs, which this algorithm holds under a limit: write "
+                "`control.ready(samples, scores, await fleet.cost.score(samples, group.row))`"
+            )
+        for row, score in zip(samples, scores, strict=True):
+            if row.name in self._dropped.get(row.group, ()):
+                raise AlgorithmError(
+                    f"control.ready got sample {row.key}, which was handed to `control.drop`: call one of them"
+                )
+            if score.reward is not None:
+                self._check_columns(row)
+                if self._by_token and score.place is None:
+                    raise AlgorithmError(
+                        f"control.ready got for sample {row.key} a score without the rewards of its tokens, which a "
+                        "reward function gives: change a score of `fleet.reward.score` with dataclasses.replace"
+                    )
+
+    def check_scores(self, function: str, samples: BatchRef, scores: Sequence[Score], service: str = "reward") -> None:
+        """Raises AlgorithmError unless there is one finite score, or a score without a reward, for each sample."""
+        each = scores if isinstance(scores, Sized) else [scores]
+        plural = "costs" if service == "cost" else "scores"
+        if wrong := next((type(score).__name__ for score in each if not isinstance(score, Score)), ""):
+            raise AlgorithmError(
+                f"control.{function}: {plural} are what `await fleet.{service}.score(samples, group.row)` answered, "
+                f"not {wrong}s"
+            )
+        if len(samples) != len(each):
+            raise AlgorithmError(f"control.{function} got {len(samples)} samples and {len(each)} {plural}")
+        for row, score in zip(samples, each, strict=True):
+            if score.reward is not None and not math.isfinite(score.reward):
+                raise AlgorithmError(
+                    f"control.{function} got the {service} {score.reward} for sample {row.key}: write None for a "
+                    f"sample without a {service}"
+                )
+
+    def remember_drop(self, row: RowRef, running: Container[int]) -> None:
+        """Remembers a sample that the algorithm dropped. running: groups that still roll out; others are forgotten."""
+        if row.group not in self._dropped:
+            self._dropped = {group: names for group, names in self._dropped.items() if group in running}
+        self._dropped.setdefault(row.group, set()).add(row.name)
+
+    def _check_columns(self, row: RowRef) -> None:
+        for service in self._needed:
+            column, write = COLUMNS[service]
+            if not any(column in place.columns for place in row.places):
+                raise AlgorithmError(
+                    f"control.ready got sample {row.key} without what the {service} service says of it ({column}), "
+                    f"which this algorithm trains with: write `{write}` before"
+                )
 
 
 class PauseSwitch:
@@ -245,7 +334,6 @@ class Controller:
                 await self._releases.flush()
 
     def rows_to_save(self) -> BatchRef:
-        """Returns the samples whose rows a checkpoint saves."""
         return self._tracker.rows_to_save()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:

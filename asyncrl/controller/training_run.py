@@ -376,7 +376,6 @@ class TrainingRun:
 
     @asynccontextmanager
     async def _observers(self) -> AsyncIterator[None]:
-        """Runs evaluation and worker events beside the controller."""
         beside = {
             "worker events": WorkerEvents(self.running, self._controller).follow(),
             "state of the run": self._status_writer().run(),

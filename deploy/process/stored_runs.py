@@ -12,8 +12,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import is_in_store
 
 if TYPE_CHECKING:
+    from asyncrl.controller.journal.run_copy import S3Objects
     from asyncrl.controller.journal.run_storage import FileStore
-    from asyncrl.controller.journal.s3_objects import S3Objects
 
 READ = frozenset(("samples", "evaluate", "export", "push", "report", "audit", "replay"))
 """Commands that read a run directory, and may be given such an address."""
@@ -57,7 +57,7 @@ def _read_run(address: str) -> Path:
 
 
 def _objects(address: str) -> "S3Objects":
-    from asyncrl.controller.journal.s3_objects import S3Objects
+    from asyncrl.controller.journal.run_copy import S3Objects
 
     return S3Objects(address)
 

@@ -154,7 +154,6 @@ class Audit:
 
 
 def _groups_of(record: Record) -> Iterable[int]:
-    """Returns the groups whose samples a record may move."""
     match record:
         case Trained(cuts=cuts):
             return [group for group, _ in cuts]

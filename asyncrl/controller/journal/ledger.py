@@ -359,7 +359,6 @@ _APPLY: dict[type[Record], Callable[[Ledger, Any], None]] = {
 
 
 def difference(listed: tuple[Cut, ...], derived: tuple[Cut, ...]) -> str:
-    """Describes where an in-flight list differs from the derived one."""
     here = frozenset(listed)
     there = frozenset(derived)
     surplus = [cut for cut in listed if cut not in there][:5]

@@ -11,66 +11,198 @@ the run.
 import asyncio
 import json
 import os
+import re
 import secrets
 import shutil
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from asyncrl.concurrency import running_beside
+from asyncrl.config.install_hints import install_extra, program
 from asyncrl.controller.journal.run_storage import run_lock
 from asyncrl.errors import ConfigError, FleetFailed, JournalError
 
-# ---- what a store has to do: bytes by name, and one head that is exchanged atomically ------------------------------
+# ---- the store: bytes by name, and one head that is exchanged atomically -------------------------------------------
 
 
 PARTS = "objects/"
 """Prefix of the names of all objects but the head."""
+WAYS = 32
+"""Parts under way at a time, each on a thread: at 60 ms a request they move 2.2 GB/s, and take 128 MiB of memory."""
 
 
 class OtherWriter(ConfigError):
     """The head was written by somebody else since it was read."""
 
 
-class Objects(Protocol):
-    """Every method waits for the store for a bounded time, and raises OSError when it cannot be reached. Several
-    threads may call them at a time. blocks: grows while bytes of a put move, however long the whole of it takes."""
+ADDRESS = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(\S*[^/\s])/?")
+CONNECT_SECONDS = 10
+READ_SECONDS = 60
+TRIES = 3
+"""Without a byte that moves."""
+REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
+"""Codes with which S3 answers a put whose condition does not hold."""
+HEAD = "head.json"
+REMOVED_AT_ONCE = 1000
+"""Names that S3 takes in one request to delete objects."""
 
-    address: str
-    blocks: int
 
-    def put(self, name: str, data: bytes) -> None: ...
+class S3Objects:
+    """Objects in a bucket of S3, or of a server that speaks its protocol and keeps its conditions (extra `s3`), below
+    an address s3://BUCKET/PATH. Keys, region and endpoint come from where every AWS client takes them:
+    AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on, or ~/.aws.
+
+    Every method waits for the store for a bounded time, and raises OSError when it cannot be reached. Several threads
+    may call them at a time. blocks: grows while bytes of a put move, however long the whole of it takes.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Raises ConfigError for a wrong address, and where the extra is missing."""
+        if (found := ADDRESS.fullmatch(address)) is None:
+            raise ConfigError(f"--run-dir: {address} is no address of a run; write s3://BUCKET/PATH")
+        try:
+            from botocore.config import Config
+            from botocore.handlers import add_expect_header
+            from botocore.session import get_session
+        except ImportError as missing:
+            raise ConfigError(f"--run-dir: {address} needs botocore; run: {install_extra('s3')}") from missing
+        self.address = address.rstrip("/")
+        self.blocks = 0
+        self._bucket = found[1]
+        self._path = found[2]
+        limits = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": TRIES}}
+        # The signature of a put holds its SHA-256, and the name of a part too: no further sums.
+        sums = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+        with self._translated():
+            self._client = get_session().create_client("s3", config=Config(max_pool_connections=WAYS, **limits, **sums))
+        # It would ask before each put whether the store takes it: a round trip for each part.
+        self._client.meta.events.unregister("before-call.s3", add_expect_header)
+
+    def check(self) -> None:
+        """Raises ConfigError when the bucket cannot be written, or does not keep the condition of a put: then two runs
+        could overwrite each other."""
+        name = f"probe-{secrets.token_hex(8)}"
+        try:
+            self._put(name, b"1", IfNoneMatch="*")
+        except OSError as error:
+            raise ConfigError(
+                f"--run-dir: {self.address} cannot be written: {error}. Look at the name of the bucket, "
+                "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION and AWS_ENDPOINT_URL"
+            ) from error
+        try:
+            self._put(name, b"2", IfNoneMatch="*")
+        except OtherWriter:
+            return
+        finally:
+            self.remove([name])
+        raise ConfigError(
+            f"--run-dir: {self.address} overwrites an object that a put with If-None-Match must not: two runs could "
+            "destroy each other there. Take a store that keeps conditions, or a folder"
+        )
+
+    def put(self, name: str, data: bytes) -> None:
+        self._put(name, data)
 
     def get(self, name: str) -> bytes:
         """Raises FileNotFoundError."""
-        ...
+        return self._get(name)[0]
 
-    def remove(self, names: list[str]) -> None: ...
+    def remove(self, names: list[str]) -> None:
+        for first in range(0, len(names), REMOVED_AT_ONCE):
+            keys = [{"Key": f"{self._path}/{name}"} for name in names[first : first + REMOVED_AT_ONCE]]
+            with self._translated():
+                answer = self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": keys, "Quiet": True})
+            if failed := answer.get("Errors"):
+                raise OSError(f"{self.address} did not remove {len(failed)} objects: {failed[0].get('Message')}")
 
     def names(self) -> set[str]:
         """Returns the names of all objects that begin with PARTS."""
-        ...
+        pages = self._client.get_paginator("list_objects_v2")
+        with self._translated():
+            listed = pages.paginate(Bucket=self._bucket, Prefix=f"{self._path}/{PARTS}").search("Contents[].Key")
+            return {key.removeprefix(f"{self._path}/") for key in listed if key is not None}
 
     def read_head(self) -> tuple[bytes, str] | None:
         """Returns the head and its tag; None where there is none."""
-        ...
+        try:
+            return self._get(HEAD)
+        except FileNotFoundError:
+            return None
 
     def write_head(self, data: bytes, after: str) -> str:
         """Writes the head if its tag is still `after` ("": there is none), and returns the new tag. Raises OtherWriter
         when it is not."""
-        ...
+        condition = {"IfMatch": after} if after else {"IfNoneMatch": "*"}
+        try:
+            return self._put(HEAD, data, **condition)
+        except OtherWriter:
+            if (found := self.read_head()) is not None and found[0] == data:
+                return found[1]  # The reply to our put was lost, and it was sent again.
+            raise
+
+    def _put(self, name: str, data: bytes, **condition: str) -> str:
+        body = _Blocks(data, self)
+        key = f"{self._path}/{name}"
+        with self._translated():
+            return str(self._client.put_object(Bucket=self._bucket, Key=key, Body=body, **condition)["ETag"])
+
+    def _get(self, name: str) -> tuple[bytes, str]:
+        """Returns an object and its tag. What breaks off in the middle is fetched again, which the client does not."""
+        from botocore.exceptions import HTTPClientError, IncompleteReadError
+
+        for left in reversed(range(TRIES)):
+            with self._translated():
+                answer = self._client.get_object(Bucket=self._bucket, Key=f"{self._path}/{name}")
+                try:
+                    return answer["Body"].read(), str(answer["ETag"])
+                except (HTTPClientError, IncompleteReadError):
+                    if not left:
+                        raise
+        raise AssertionError("the last try returns or raises")
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except ClientError as error:
+            code = error.response.get("Error", {}).get("Code")
+            if code in REFUSED:
+                raise OtherWriter(
+                    f"{self.address} was written by another run since this one read it: end that one, and go on with "
+                    f"`{program()} run --run-dir {self.address}`"
+                ) from error
+            raise (FileNotFoundError if code == "NoSuchKey" else OSError)(str(error)) from error
+        except BotoCoreError as error:
+            raise OSError(str(error)) from error
+
+
+class _Blocks(BytesIO):
+    """The bytes of a put, which the client reads by blocks: each must move within CONNECT_SECONDS, not all of them."""
+
+    def __init__(self, data: bytes, objects: S3Objects) -> None:
+        super().__init__(data)
+        self._objects = objects
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._objects.blocks += 1
+        return super().read(size)
+
+
+# ---- a run as the store has it -----------------------------------------------------------------------------------
 
 
 FORMAT = 1
 PART_BYTES = 4 << 20
 """Bytes of a part. A file that grows, such as the journal, is sent again from its last part on."""
-WAYS = 32
-"""Parts under way at a time, each on a thread: at 60 ms a request they move 2.2 GB/s, and take 128 MiB of memory."""
 GROWING = ("journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "ratings.jsonl")
 FIXED = ("config.toml", "run.id", "scaled.json", "hub.json")
 FOLDERS = ("model", "sources")
@@ -186,7 +318,7 @@ class _FilePart(NamedTuple):
 
 
 def upload(
-    objects: Objects,
+    objects: S3Objects,
     snapshot: Snapshot,
     before: Head | None,
     tag: str,
@@ -220,7 +352,7 @@ def upload(
     return head, objects.write_head(head.encode(), tag)
 
 
-def remove_unnamed(objects: Objects, before: Head | None, head: Head) -> int:
+def remove_unnamed(objects: S3Objects, before: Head | None, head: Head) -> int:
     """Removes the parts that only the head before named; None: all that `head`, the newest one, does not name, such as
     those of a machine that died. Returns how many parts of `head` are gone, as far as that was asked. Raises OSError;
     then some parts stay, which costs space alone."""
@@ -244,7 +376,7 @@ def _parts(path: Path, size: int) -> list[_FilePart]:
     return [_FilePart(path, start, min(PART_BYTES, size - start)) for start in range(0, size, PART_BYTES)]
 
 
-def download(objects: Objects, head: Head, target: Path) -> None:
+def download(objects: S3Objects, head: Head, target: Path) -> None:
     """Writes the run that a head names into a folder that does not exist. Raises JournalError for a part that is gone
     or damaged, and OSError when the store cannot be reached; then there is no folder, and the next try goes on."""
     unfinished = target.with_name(f"{target.name}.{sha256(head.encode()).hexdigest()[:16]}.part")
@@ -273,7 +405,7 @@ def download(objects: Objects, head: Head, target: Path) -> None:
     unfinished.rename(target)
 
 
-def _checked(objects: Objects, digest: str, name: str) -> bytes:
+def _checked(objects: S3Objects, digest: str, name: str) -> bytes:
     try:
         part = objects.get(_object(digest))
     except FileNotFoundError as error:
@@ -297,7 +429,7 @@ def writers_of(run_dir: Path) -> list[str]:
     return list(map(str, json.loads(path.read_text())["writers"])) if path.exists() else []
 
 
-def brought(objects: Objects, run_dir: Path) -> Head | None:
+def brought(objects: S3Objects, run_dir: Path) -> Head | None:
     """Returns the head of the store, after the run directory holds its run: what is there is kept if the head came from
     it, and moved aside if another machine went on since, or if it is no run. None: there is no copy yet.
 
@@ -318,7 +450,7 @@ def brought(objects: Objects, run_dir: Path) -> Head | None:
     return head
 
 
-def head_of(objects: Objects, run_dir: Path) -> tuple[Head | None, str]:
+def head_of(objects: S3Objects, run_dir: Path) -> tuple[Head | None, str]:
     """Returns the head of the store and its tag, which a run that goes on here replaces; None and "": there is none.
     Raises OtherWriter when the head came from elsewhere."""
     if (found := objects.read_head()) is None:
@@ -344,7 +476,7 @@ class Uploads:
     """
 
     def __init__(
-        self, objects: Objects, run_dir: Path, head: Head | None, tag: str, say: Callable[[str], None]
+        self, objects: S3Objects, run_dir: Path, head: Head | None, tag: str, say: Callable[[str], None]
     ) -> None:
         self.copied = -1 if head is None else head.version
         self._objects = objects

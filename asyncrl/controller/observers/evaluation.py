@@ -10,7 +10,8 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -39,18 +40,26 @@ COMPILES = compiles.__name__
 PASSES = passes_tests.__name__
 """Names of the terms, if `name` does not give them others: 1 if a program compiles; the share of its tests that it
 passes."""
-ENDS = ("low", "high")
 Terms = Mapping[str, float]
+
+
+def _programs(samples: Sequence[Terms]) -> tuple[list[float], list[bool]]:
+    """Returns of the samples that are programs which compile, and which pass all their tests."""
+    compiled = [terms[COMPILES] for terms in samples if COMPILES in terms]
+    return compiled, [reaches(terms[PASSES], 1.0) for terms in samples if PASSES in terms]
 
 
 def code_metrics(samples: Sequence[Terms]) -> dict[str, float]:
     """Computes `code/*` of the samples of one step; none where their rewards are not about programs."""
-    compiled = [terms[COMPILES] for terms in samples if COMPILES in terms]
-    passed = [reaches(terms[PASSES], 1.0) for terms in samples if PASSES in terms]
+    compiled, passed = _programs(samples)
     return {
         **({"code/compile_rate": fmean(compiled)} if compiled else {}),
         **({"code/pass_rate": fmean(passed)} if passed else {}),
     }
+
+
+def with_interval(name: str, rate: Rate) -> dict[str, float]:
+    return {name: rate.mean, f"{name}_low": rate.low, f"{name}_high": rate.high}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +72,16 @@ class CodeRates:
     @classmethod
     def of(cls, problems: Sequence[Sequence[Terms]]) -> "CodeRates | None":
         """Computes the rates from the terms of each problem's samples; None where none are about programs."""
-        compiled = [[terms[COMPILES] for terms in each if COMPILES in terms] for each in problems]
-        passed = [[reaches(terms[PASSES], 1.0) for terms in each if PASSES in terms] for each in problems]
-        rates = [fmean(each) for each in compiled if each]
-        found = cls(rate_over(rates) if rates else None, dict(pass_rates([each for each in passed if each])))
+        programs = [_programs(each) for each in problems]
+        rates = [fmean(compiled) for compiled, _ in programs if compiled]
+        passed = [passed for _, passed in programs if passed]
+        found = cls(rate_over(rates) if rates else None, dict(pass_rates(passed)))
         return found if found.compile_rate or found.pass_at else None
 
     def metrics(self) -> dict[str, float]:
-        """Returns the rates by the names of their metrics."""
-        found = {}
-        if (compiled := self.compile_rate) is not None:
-            found["eval/code/compile_rate"] = compiled.mean
-            found |= {f"eval/code/compile_rate_{end}": getattr(compiled, end) for end in ENDS}
+        found = {} if self.compile_rate is None else with_interval("eval/code/compile_rate", self.compile_rate)
         for k, rate in self.pass_at.items():
-            found[f"eval/code/pass_at_{k}"] = rate.mean
-            found |= {f"eval/code/pass_at_{k}_{end}": getattr(rate, end) for end in ENDS}
+            found |= with_interval(f"eval/code/pass_at_{k}", rate)
         return found
 
     def __str__(self) -> str:
@@ -178,14 +182,12 @@ class Evaluation:
     pass_at: dict[int, Rate] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers by the names of their metrics."""
         found = {
             (f"eval/{term}" if term.startswith(COSTS) else f"eval/reward/{term}"): value
             for term, value in self.terms.items()
         }
         for k, rate in self.pass_at.items():
-            found[f"eval/pass_at_{k}"] = rate.mean
-            found |= {f"eval/pass_at_{k}_{end}": getattr(rate, end) for end in ENDS}
+            found |= with_interval(f"eval/pass_at_{k}", rate)
         found |= {"eval/reward/mean": self.mean, "eval/reward/stderr": self.stderr}
         if self.cost is not None:
             found["eval/cost/mean"] = self.cost
@@ -194,7 +196,6 @@ class Evaluation:
         return {self.metric(name.removeprefix("eval/")): value for name, value in found.items()}
 
     def metric(self, name: str) -> str:
-        """Returns the name of a metric of this set."""
         return f"eval/{self.name}/{name}" if self.name else f"eval/{name}"
 
     @property
@@ -213,6 +214,37 @@ class Evaluation:
         )
 
 
+def request_of(config: Config, group: int, members: int, version: int, incarnation: int, **how: Any) -> PromptGroup:
+    """Returns the request for a group sampled with one version. Groups have negative ids, which groups of training
+    never have."""
+    return PromptGroup(
+        id=group,
+        attempt=version,
+        incarnation=incarnation,
+        members=tuple(range(members)),
+        seed=group_seed(config.seed, group),
+        not_before=version,
+        deadline=config.generation.deadline,
+        **how,
+    )
+
+
+@asynccontextmanager
+async def sampled(
+    generation: Generation, environment: Environment | None, request: PromptGroup, row: dict[str, Any]
+) -> AsyncIterator[BatchRef]:
+    """Yields the samples of a request by member, and frees their rows afterwards."""
+    finished: list[BatchRef] = []
+    try:
+        await sample_turns(generation, environment, request, row, finished.append)
+        yield BatchRef(tuple(sorted(BatchRef.join(finished), key=lambda row: row.member)))
+    finally:
+        # Also those that have not finished: the next try of the version has samples of the same names.
+        names = [(request.id, member, request.attempt) for member in request.members]
+        for maker in filter(None, (generation, environment)):
+            await maker.release(names, oldest=0)
+
+
 class _Asked(NamedTuple):
     """One question with its samples. scores: of rewards and, if there are costs, of costs."""
 
@@ -221,7 +253,6 @@ class _Asked(NamedTuple):
     texts: dict[int, SampleText]
 
     def terms(self) -> list[dict[str, float]]:
-        """Returns the terms of each sample."""
         prefixes = ("", COSTS)[: len(self.scores)]
         return [
             {
@@ -237,10 +268,7 @@ class _Asked(NamedTuple):
 class Evaluator:
     """Samples all prompts of a held-out set with one version and scores them. cost: the cost service, in a run with
     costs. environment: in a run with episodes. name: of the set. save: takes the answers of an evaluation; without it
-    no texts are read.
-
-    Groups have negative ids, which groups of training never have.
-    """
+    no texts are read."""
 
     generation: Generation
     reward: Reward
@@ -265,7 +293,8 @@ class Evaluator:
         loop = asyncio.get_running_loop()
         began = loop.time()
         found = await gather(*(self._ask(index, version, incarnation) for index in range(len(self.questions))))
-        rewards, *costs = zip(*([_known(scores) for scores in each.scores] for each in found), strict=True)
+        known = ([[score.reward for score in scores] for scores in each.scores] for each in found)
+        rewards, *costs = zip(*known, strict=True)
         made = summary(version, rewards, costs[0] if costs else None, loop.time() - began)
         terms = [each.terms() for each in found]
         code = CodeRates.of(terms)
@@ -321,34 +350,23 @@ class Evaluator:
                 )
 
     async def _ask(self, index: int, version: int, incarnation: int) -> _Asked:
-        """Samples and scores one prompt."""
+        prompt, row = self.questions[index]
         async with self._places:
-            (prompt, row), group = self.questions[index], self._set.group(index)
-            prompts = PromptGroup(
-                id=group,
-                attempt=version,
-                incarnation=incarnation,
+            request = request_of(
+                self.config,
+                self._set.group(index),
+                self._set.samples,
+                version,
+                incarnation,
                 prompt=with_pictures_read(prompt),
-                members=tuple(range(self._set.samples)),
-                seed=group_seed(self.config.seed, group),
-                not_before=version,
                 temperature=self._set.temperature,
                 max_new_tokens=self.config.generation.max_new_tokens,
-                deadline=self.config.generation.deadline,
                 tools=tuple(row.get(TOOLS) or ()),
             )
-            finished: list[BatchRef] = []
-            try:
-                await sample_turns(self.generation, self.environment, prompts, row, finished.append)
-                samples = BatchRef(tuple(sorted(BatchRef.join(finished), key=lambda row: row.member)))
+            async with sampled(self.generation, self.environment, request, row) as samples:
                 scores = list(await gather(*(scorer.score(samples, row) for scorer in self._scorers)))
                 texts = await self.generation.texts(samples) if self.save is not None else []
                 return _Asked(samples, scores, {text.member: text for text in texts})
-            finally:
-                # Also those that have not finished: the next try of the version has samples of the same names.
-                names = [(group, member, version) for member in prompts.members]
-                for maker in filter(None, (self.generation, self.environment)):
-                    await maker.release(names, oldest=0)
 
 
 def _term_means(problems: Sequence[Sequence[dict[str, float]]]) -> dict[str, float]:
@@ -360,18 +378,17 @@ def _term_means(problems: Sequence[Sequence[dict[str, float]]]) -> dict[str, flo
     return {name: fmean(values) for name, values in found.items()}
 
 
-def _known(scores: Sequence[Score]) -> Known:
-    return [score.reward for score in scores]
-
-
 def summary(version: int, rewards: Sequence[Known], costs: Sequence[Known] | None, seconds: float) -> Evaluation:
     """Returns mean and standard error over prompts; a prompt without any scorable sample does not count."""
     scored = _means(rewards)
     mean = fmean(scored) if scored else math.nan
-    stderr = stdev(scored) / math.sqrt(len(scored)) if len(scored) > 1 else math.nan
     cost = None if costs is None else fmean(_means(costs) or [math.nan])
     unscorable = sum(known is None for each in (*rewards, *(costs or ())) for known in each)
-    return Evaluation(version, len(scored), mean, stderr, cost, unscorable, seconds)
+    return Evaluation(version, len(scored), mean, standard_error(scored), cost, unscorable, seconds)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def _means(prompts: Sequence[Known]) -> list[float]:
@@ -410,7 +427,6 @@ class EpisodesEvaluation(Evaluation):
     undrawn: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers by the names of their metrics."""
         found = {"mean": self.mean, "stderr": self.stderr, "low": self.low, "high": self.high}
         named = {f"eval/return/{name}": value for name, value in found.items()}
         lost = {"eval/lost_episodes": float(self.unscorable), "eval/cut_off_episodes": float(self.cut_off)}
@@ -442,37 +458,17 @@ class EpisodeEvaluator:
         """Evaluates one version. Raises Retryable when the worker died meanwhile."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        rows, undrawn = await self._played(version, incarnation)
+        how: dict[str, Any] = {"prompt": "", "temperature": 0.0, "max_new_tokens": 1}
+        request = request_of(self.config, EPISODES, self.config.evaluate.episodes, version, incarnation, **how)
+        async with sampled(self.generation, None, request, {}) as rows:
+            undrawn = "".join(text.text for text in await self.generation.texts(rows))
         if self.save is not None:
-            self.save("", version, list(_episodes(version, rows)))
+            episodes = [HeldOutEpisode(version, row.member, row.reward, row.tokens, row.finish) for row in rows]
+            self.save("", version, episodes)
         found = summary_of_episodes(version, rows, loop.time() - began)
         known = self._undrawn
         self._undrawn = undrawn or self._undrawn
         return found if known else replace(found, undrawn=undrawn)
-
-    async def _played(self, version: int, incarnation: int) -> tuple[BatchRef, str]:
-        """Returns the episodes in their order, and why the first one was not drawn."""
-        prompts = PromptGroup(
-            id=EPISODES,
-            attempt=version,
-            incarnation=incarnation,
-            prompt="",
-            members=tuple(range(self.config.evaluate.episodes)),
-            seed=group_seed(self.config.seed, EPISODES),
-            not_before=version,
-            temperature=0.0,
-            max_new_tokens=1,
-            deadline=self.config.generation.deadline,
-        )
-        finished: list[BatchRef] = []
-        try:
-            async for episodes in self.generation.generate(prompts):
-                finished.append(episodes)
-            rows = BatchRef(tuple(sorted(BatchRef.join(finished), key=lambda row: row.member)))
-            undrawn = "".join(text.text for text in await self.generation.texts(rows))
-        finally:
-            await self.generation.release([(EPISODES, member, version) for member in prompts.members], oldest=0)
-        return rows, undrawn
 
 
 def summary_of_episodes(version: int, rows: BatchRef, seconds: float) -> EpisodesEvaluation:
@@ -480,12 +476,11 @@ def summary_of_episodes(version: int, rows: BatchRef, seconds: float) -> Episode
     whole = [row for row in rows if row.reward is not None]
     returns = [row.reward for row in whole if row.reward is not None]
     mean, low, high = mean_with_interval(returns) if returns else Rate(math.nan, math.nan, math.nan)
-    stderr = stdev(returns) / math.sqrt(len(returns)) if len(returns) > 1 else math.nan
     return EpisodesEvaluation(
         version,
         len(whole),
         mean,
-        stderr,
+        standard_error(returns),
         None,
         len(rows) - len(whole),
         seconds,
@@ -494,11 +489,6 @@ def summary_of_episodes(version: int, rows: BatchRef, seconds: float) -> Episode
         length=fmean(row.tokens for row in whole) if whole else math.nan,
         cut_off=sum(row.finish == "time_limit" for row in rows),
     )
-
-
-def _episodes(version: int, rows: BatchRef) -> Iterator[HeldOutEpisode]:
-    for row in rows:
-        yield HeldOutEpisode(version, row.member, row.reward, row.tokens, row.finish)
 
 
 # ---- when: on request, one version at a time -----------------------------------------------------------------------

@@ -70,7 +70,6 @@ class WorkerProfiles:
 
 
 def summary(name: str, seconds: float, path: Path, found: Profile) -> Iterator[str]:
-    """Yields the lines about a profile."""
     size = f"{len(found.trace) / 1e6:.1f} MB"
     yield f"{name}: {found.recorded:.1f} of {seconds:g} s are recorded, in {path} ({size}); ui.perfetto.dev opens it"
     if not found.operators:

@@ -98,7 +98,6 @@ class RunProgress:
                 self._shown_at = self._since
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         while True:
             await asyncio.sleep(self._shown_at + INTERVAL - self._now())
             if self._now() - self._shown_at >= INTERVAL:
@@ -134,7 +133,6 @@ def _dropped(reasons: Counter[str]) -> str:
 
 @asynccontextmanager
 async def progress_shown(show: Callable[[str], None]) -> AsyncIterator[RunProgress]:
-    """Shows the progress of what runs inside the block."""
     progress = RunProgress(show)
     async with running_beside({"progress": progress.run()}):
         yield progress
@@ -187,7 +185,6 @@ class StatusWriter:
     _starts: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> None:
-        """Runs until cancelled, when the run has ended."""
         try:
             while True:
                 await self.write()

@@ -20,12 +20,9 @@ from asyncrl.controller.journal.ledger import Dropped, SampleKey
 from asyncrl.controller.observers.evaluation import Evaluation, code_metrics
 from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.step_metrics import (
-    EnvironmentCounts,
-    TimeShares,
+    WorkerMetrics,
     batch_metrics,
     equal_texts,
-    feedback_metrics,
-    queue_metrics,
     report_metrics,
     step_of,
     term_metric,
@@ -52,11 +49,9 @@ class ShownRows:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of samples that were released and wait."""
         return len(self._waiting)
 
     def released_by(self, release: Callable[[Iterable[SampleName]], None]) -> None:
-        """Takes the function that releases what has waited."""
         self._release = release
 
     def keep(self, samples: Iterable[SampleKey]) -> None:
@@ -127,8 +122,7 @@ class Recorder:
         self._texts_lost = False
         self._dropped: Counter[str] = Counter()
         self._evaluated: list[Evaluation] = []
-        self._shares = TimeShares()
-        self._counts = EnvironmentCounts()
+        self._workers = WorkerMetrics()
         self._began = asyncio.get_running_loop().time()
         self._last_step = self._began
         self._until: float | None = None
@@ -151,7 +145,6 @@ class Recorder:
             ) from None
 
     def terms_of(self, samples: Iterable[Key]) -> dict[Key, Mapping[str, float]]:
-        """Returns the terms of the scores of these samples."""
         return {key: self._terms[key] for key in samples if key in self._terms}
 
     def restore_terms(self, terms: Mapping[Key, Mapping[str, float]]) -> None:
@@ -250,8 +243,7 @@ class Recorder:
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         healths = await self._answered(self.poll_health(), [])
-        metrics |= self._shares.since_last(healths) | self._counts.since_last(healths) | feedback_metrics(healths)
-        metrics |= queue_metrics(healths) | self._evaluated_before(step_of(done.report))
+        metrics |= self._workers.since_last(healths) | self._evaluated_before(step_of(done.report))
         records = self._records(done)
         metrics |= equal_texts(records)
         if self._texts_lost:

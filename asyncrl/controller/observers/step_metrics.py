@@ -1,6 +1,6 @@
 """Computes the metrics of a step: rewards of its samples, the trainer's report, and how workers spent the time."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
@@ -69,40 +69,6 @@ def equal_texts(records: Sequence[SampleRecord]) -> dict[str, float]:
     return {"completions/equal_groups": fmean(same)} if same else {}
 
 
-def feedback_metrics(healths: Sequence[Health]) -> dict[str, float]:
-    """Returns `feedback/*`, which the worker that asks a person counts."""
-    counters = [item for health in healths for item in health.counters.items()]
-    return {name: value for name, value in counters if name.startswith("feedback/")}
-
-
-def queue_metrics(healths: Sequence[Health]) -> dict[str, float]:
-    """Returns the calls that wait for a compute thread, by service, over its workers."""
-    found = Counter[str]()
-    for health in healths:
-        found[f"perf/queued/{health.service}"] += health.queued
-    return {name: float(count) for name, count in found.items()}
-
-
-class EnvironmentCounts:
-    """Turns what workers counted as `environment/*` since they started into the counts between two calls."""
-
-    def __init__(self) -> None:
-        self._before: dict[tuple[str, int, int], Health] = {}
-
-    def since_last(self, healths: Sequence[Health]) -> dict[str, float]:
-        """Returns the sum over workers by metric; a worker that was restarted counts from its own start."""
-        counts: dict[str, float] = {}
-        for health in healths:
-            worker = (health.service, health.replica, health.rank)
-            before = self._before.get(worker)
-            known = before.counters if before is not None and before.instance == health.instance else {}
-            for name, count in health.counters.items():
-                if name.startswith("environment/"):
-                    counts[name] = counts.get(name, 0.0) + count - known.get(name, 0.0)
-            self._before[worker] = health
-        return counts
-
-
 def term_metric(term: str) -> str:
     """Returns the metric name for the mean of a score's term; terms of costs have their own prefix."""
     return term if term.startswith(COSTS) else f"reward/{term}"
@@ -134,28 +100,45 @@ def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else float("nan")
 
 
-class TimeShares:
-    """Turns the running totals of workers into `time/<service>/<state>` for the time between two calls."""
+class WorkerMetrics:
+    """Turns what workers counted and spent since they started into metrics of the time between two calls.
+
+    What is remembered of a worker is its newest answer; one that was restarted counts from its own start. The recorder
+    calls it once a step.
+    """
 
     def __init__(self) -> None:
-        self._before: dict[str, Health] = {}
+        self._before: dict[tuple[str, int, int], Health] = {}
 
     def since_last(self, healths: Sequence[Health]) -> dict[str, float]:
-        """Returns shares of wall clock by service and state, mean over workers; with `unaccounted` they sum to 1."""
-        by_service: dict[str, list[dict[str, float]]] = {}
+        """Returns by service `time/<service>/<state>`, shares of wall clock, mean over workers, which sum to 1 with
+        `unaccounted`; `perf/queued/<service>`, the calls that wait for a compute thread; `environment/*`, counted since
+        the last call; and `feedback/*`, as the worker that asks a person counts it."""
+        shares: dict[str, list[dict[str, float]]] = {}
+        sums: defaultdict[str, float] = defaultdict(float)
         for health in healths:
-            by_service.setdefault(health.service, []).append(self._shares(health))
-        self._before = {health.instance: health for health in healths}
-        return {
+            worker = (health.service, health.replica, health.rank)
+            known = self._before.get(worker)
+            before = known if known is not None and known.instance == health.instance else None
+            shares.setdefault(health.service, []).append(_shares(before, health))
+            sums[f"perf/queued/{health.service}"] += health.queued
+            for name, count in health.counters.items():
+                if name.startswith("environment/"):
+                    sums[name] += count - (before.counters.get(name, 0.0) if before else 0.0)
+                elif name.startswith("feedback/"):
+                    sums[name] = count
+            self._before[worker] = health
+        times = {
             f"time/{service}/{state}": fmean(worker[state] for worker in workers)
-            for service, workers in by_service.items()
+            for service, workers in shares.items()
             for state in (*STATES, "unaccounted")
         }
+        return {**times, **sums}
 
-    def _shares(self, health: Health) -> dict[str, float]:
-        before = self._before.get(health.instance)
-        wall, seconds = (before.wall, before.seconds) if before else (0.0, {})
-        passed = max(health.wall - wall, 1e-9)
-        spent = {state: health.seconds.get(state, 0.0) - seconds.get(state, 0.0) for state in STATES}
-        shares: dict[str, float] = {state: each / passed for state, each in spent.items()}
-        return {**shares, "unaccounted": 1.0 - sum(shares.values())}
+
+def _shares(before: Health | None, health: Health) -> dict[str, float]:
+    wall, seconds = (before.wall, before.seconds) if before else (0.0, {})
+    passed = max(health.wall - wall, 1e-9)
+    spent = {state: health.seconds.get(state, 0.0) - seconds.get(state, 0.0) for state in STATES}
+    shares: dict[str, float] = {state: each / passed for state, each in spent.items()}
+    return {**shares, "unaccounted": 1.0 - sum(shares.values())}

@@ -120,7 +120,6 @@ class TrainingHistory:
 
     @property
     def all_failed(self) -> bool:
-        """Returns whether a reward failed for every sample."""
         return self.failed == self.scored > 0
 
     @property
@@ -251,7 +250,6 @@ def _equal_groups(history: TrainingHistory) -> str:
 
 
 def _advise_variance(history: TrainingHistory) -> str:
-    """Names the cause of equal rewards, as far as it is known."""
     if history.all_failed:
         return _advise_failures(history)
     if history.equal_texts and (same := fmean(history.equal_texts)) >= SAME_TEXTS:
@@ -337,7 +335,6 @@ class Guard:
     speaks_once: bool = False
 
     def describe(self, history: TrainingHistory) -> str:
-        """Returns the trouble with the advice, "" without trouble."""
         if not (trouble := self.sees(history)):
             return ""
         return f"{trouble}; {self.advice if isinstance(self.advice, str) else self.advice(history)}"

@@ -12,8 +12,7 @@ from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON, algorithm_problems
 from asyncrl.config.schema import Config, GuardsConfig
 from asyncrl.config.sections.algorithm_config import expanded
-from asyncrl.controller.algorithm_checks import AlgorithmChecks
-from asyncrl.controller.controller import Algorithm, Controller
+from asyncrl.controller.controller import Algorithm, AlgorithmChecks, Controller
 from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, SampleScored
 from asyncrl.controller.rollouts import Attempt

@@ -49,8 +49,7 @@ def paused_scene(at: int, during: Any = None, **settings: Any) -> Scene:
     return scene
 
 
-@pytest.mark.parametrize("policy", ["mask", "drop", "block"])
-@pytest.mark.parametrize("at", [0, 3, 7])
+@pytest.mark.parametrize(("policy", "at"), [("mask", 0), ("mask", 3), ("drop", 3), ("block", 7)])
 def test_a_pause_holds_draws_and_steps_and_nothing_gets_too_old(policy: str, at: int) -> None:
     scene = paused_scene(at, policy=policy)
     assert [record.version for record in scene.records(Trained)] == [*range(1, 9)]

@@ -1,7 +1,8 @@
 """Notices: together, in order, and never held up by a service that is away."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from asyncrl.controller.observers.recorder import ShownRows
 from asyncrl.controller.row_releases import RowReleases
@@ -51,11 +52,26 @@ def releases_to(
     acknowledged: Callable[[], None] = lambda: None,
     shown: ShownRows | None = None,
 ) -> RowReleases:
-    return RowReleases(fleet(generation, reference), lambda: 7, acknowledged, shown)
+    return RowReleases(Fleet(generation, Holder(), Holder(), reference), lambda: 7, acknowledged, shown)
 
 
-def fleet(generation: Holder, reference: Holder | None = None) -> Fleet:
-    return Fleet(generation, Holder(), Holder(), reference)  # type: ignore[arg-type]
+@asynccontextmanager
+async def running(releases: RowReleases) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(releases.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def freed_after(generation: Holder, *groups: int) -> list[list[SampleName]]:
+    """Releases samples of these groups one after the other; returns what the generator hears."""
+    releases = releases_to(generation)
+    for group in groups:
+        releases.release(samples(group))
+        await releases.flush()
+    return generation.freed
 
 
 async def test_releases_of_one_moment_go_in_one_call_to_each_service() -> None:
@@ -73,8 +89,7 @@ async def test_a_service_that_is_away_does_not_keep_others_from_freeing_their_ro
     reference = Holder()
     releases = releases_to(generation, reference)
     reference.back.clear()
-    running = asyncio.ensure_future(releases.run())
-    try:
+    async with running(releases):
         for group in range(3):
             releases.release(samples(group))
             await generation.hears()
@@ -82,20 +97,12 @@ async def test_a_service_that_is_away_does_not_keep_others_from_freeing_their_ro
         assert reference.freed == []
         reference.back.set()
         await reference.hears()
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
 
 
 async def test_a_service_that_dies_meanwhile_hears_what_comes_later() -> None:
     generation = Holder()
-    releases = releases_to(generation)
     generation.dies = True
-    releases.release(samples(1))
-    await releases.flush()
-    releases.release(samples(2))
-    await releases.flush()
-    assert generation.freed == [samples(2)]
+    assert await freed_after(generation, 1, 2) == [samples(2)]
 
 
 async def test_generation_is_told_the_newest_reason_once() -> None:
@@ -116,8 +123,7 @@ async def test_what_a_service_has_yet_to_hear_is_counted_until_it_answers() -> N
     releases = releases_to(generation, reference, room.set)
     reference.back.clear()
     releases.release(samples(1, 2))
-    running = asyncio.ensure_future(releases.run())
-    try:
+    async with running(releases):
         await generation.hears()
         releases.release(samples(3))
         await generation.hears()
@@ -130,9 +136,6 @@ async def test_what_a_service_has_yet_to_hear_is_counted_until_it_answers() -> N
                 room.clear()
                 await room.wait()
         assert reference.oldest == 7
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
 
 
 async def test_a_notice_that_is_not_answered_in_time_is_sent_again_before_the_next() -> None:
@@ -145,13 +148,7 @@ async def test_a_notice_that_is_not_answered_in_time_is_sent_again_before_the_ne
                 raise DeadlineExceeded("generation0[0] did not answer release within 600 s")
             await super().release(samples, oldest)
 
-    generation = Slow()
-    releases = releases_to(generation)
-    releases.release(samples(1))
-    await releases.flush()
-    releases.release(samples(2))
-    await releases.flush()
-    assert generation.freed == [samples(1, 2)]
+    assert await freed_after(Slow(), 1, 2) == [samples(1, 2)]
 
 
 async def test_rows_whose_texts_are_yet_to_be_read_are_freed_afterwards() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.journal.run_copy import OtherWriter
-from asyncrl.controller.journal.s3_objects import S3Objects
+from asyncrl.controller.journal.run_copy import OtherWriter, S3Objects
 from asyncrl.errors import ConfigError
 
 MISSING = [name for name in ("botocore", "moto") if importlib.util.find_spec(name) is None]

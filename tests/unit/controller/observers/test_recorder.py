@@ -33,8 +33,27 @@ async def poll_health() -> list[Health]:
     return [HEALTH]
 
 
-def recorder_of(fleet: Any, folder: Path) -> Recorder:
-    return Recorder(RunDirectory(folder), fleet, poll_health, 0, lambda metrics, sample: None)
+SERVICE: Any = SimpleNamespace()
+
+
+def recorder_of(folder: Path, fleet: Any = NO_FLEET, **facts: Any) -> Recorder:
+    """Returns a recorder; shown: takes the metrics of each step."""
+    shown = facts.pop("shown", [])
+    return Recorder(RunDirectory(folder), fleet, poll_health, 0, lambda metrics, _: shown.append(metrics), **facts)
+
+
+def generation_with(texts: Any) -> Any:
+    return SimpleNamespace(generation=SimpleNamespace(texts=texts), environment=None, critic=None)
+
+
+def done(version: int, *trained: TrainedSample, rows: tuple[RowRef, ...] = (), skipped: str = "") -> StepDone:
+    """Returns the end of the step from the version before; a skipped one leads to none."""
+    report = StepReport(0, version, 0 if skipped else 1, skipped, "00", {}, trained, None)
+    return StepDone(Cuts(0, version - (not skipped), BatchRef(rows), 1, 1), report, {}, 1.0)
+
+
+def text_of(row: RowRef) -> SampleText:
+    return SampleText(row.group, row.member, "1+1?", "two")
 
 
 def scored(member: int, attempt: int) -> SampleScored:
@@ -42,7 +61,7 @@ def scored(member: int, attempt: int) -> SampleScored:
 
 
 async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -> None:
-    recorder = recorder_of(NO_FLEET, tmp_path)
+    recorder = recorder_of(tmp_path)
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(recorder.run())
         for attempt in range(3):
@@ -59,8 +78,8 @@ async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -
 
 async def test_terms_of_samples_that_wait_outlive_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
-    before = recorder_of(NO_FLEET, tmp_path)
-    after = recorder_of(NO_FLEET, tmp_path)
+    before = recorder_of(tmp_path)
+    after = recorder_of(tmp_path)
     for member in range(3):
         before.observe(scored(member, 0))
     files = write_terms(str(tmp_path), before.terms_of([(0, 0), (0, 2), (7, 7)]))
@@ -78,27 +97,20 @@ async def test_terms_of_samples_that_wait_outlive_a_checkpoint(tmp_path: Path, m
 async def test_where_a_critic_judges_tokens_a_sample_has_no_advantage(
     critic: Any, advantage: float | None, tmp_path: Path
 ) -> None:
-    service: Any = SimpleNamespace()
-    recorder = recorder_of(Fleet(service, service, service, critic=critic), tmp_path)
+    recorder = recorder_of(tmp_path, Fleet(SERVICE, SERVICE, SERVICE, critic=critic))
     recorder._texts[0, 0] = SampleText(0, 0, "1+1?", "two")
     row = RowRef(0, 0, 0, 0, 1, 1, 0, 0, "stop", (), reward=1.0, advantage=0.25)
-    done: Any = SimpleNamespace(
-        report=SimpleNamespace(version=1, skipped="", samples=()), cuts=SimpleNamespace(batch=[row])
-    )
-    (record,) = recorder._records(done)
+    (record,) = recorder._records(done(1, rows=(row,)))
     assert (record.reward, record.advantage) == (1.0, advantage)
     recorder.close()
 
 
 async def test_what_a_step_that_trained_nothing_told_is_told_again_by_the_next_try(tmp_path: Path) -> None:
-    service: Any = SimpleNamespace()
     told: list[Any] = []
-    fleet = Fleet(service, service, service)
-    recorder = Recorder(RunDirectory(tmp_path), fleet, poll_health, 0, lambda metrics, sample: told.append(metrics))
+    recorder = recorder_of(tmp_path, Fleet(SERVICE, SERVICE, SERVICE), shown=told)
     recorder._dropped["not finite"] += 3
-    for skipped, version in (("not finite", 5), ("", 6), ("", 7)):
-        report = StepReport(0, version, 0 if skipped else 1, skipped, "00", {}, (), None)
-        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, {}, 1.0), 0.0)
+    for each in (done(5, skipped="not finite"), done(6), done(7)):
+        await recorder._step(each, 0.0)
     assert [line["step"] for line in told] == [6, 6, 7]
     assert [line.get("data/dropped/not finite") for line in told] == [3, 3, None]
     assert [line.get("skipped/not finite") for line in told] == [1, None, None]
@@ -106,18 +118,14 @@ async def test_what_a_step_that_trained_nothing_told_is_told_again_by_the_next_t
 
 
 def test_steps_that_are_written_late_keep_their_times_and_the_evaluations_before_them(tmp_path: Path) -> None:
-    service: Any = SimpleNamespace()
     told: list[Any] = []
-    fleet = Fleet(service, service, service)
-    sample = TrainedSample(0, 0, 0, 100, 0)
 
     async def play() -> None:
-        recorder = Recorder(RunDirectory(tmp_path), fleet, poll_health, 0, lambda metrics, sample: told.append(metrics))
+        recorder = recorder_of(tmp_path, Fleet(SERVICE, SERVICE, SERVICE), shown=told)
         recorder.evaluated(Evaluation(2, 8, 0.5, 0.1, None, 0, 1.0))
         for version in range(1, 5):
             await asyncio.sleep(10)
-            report = StepReport(0, version, 1, "", "00", {}, (sample,), None)
-            recorder.observe(StepDone(Cuts(0, version - 1, BatchRef(()), 0, 0), report, {}, 1.0))
+            recorder.observe(done(version, TrainedSample(0, 0, 0, 100, 0)))
         running = asyncio.create_task(recorder.run())
         await recorder.drain()
         running.cancel()
@@ -137,26 +145,23 @@ def test_steps_before_a_death_are_written_once_with_what_living_workers_answer(t
     async def texts(batch: BatchRef) -> list[SampleText]:
         asked.set()
         await asyncio.sleep(1 if answers else 600)
-        return [SampleText(row.group, row.member, "1+1?", "two") for row in batch.rows]
+        return [text_of(row) for row in batch.rows]
 
     async def die() -> None:
         await asked.wait()
         raise FleetFailed("training0.1 died")
 
     async def play() -> None:
-        fleet: Any = SimpleNamespace(generation=SimpleNamespace(texts=texts), environment=None, critic=None)
-        show: Any = lambda metrics, sample: None  # noqa: E731
-        recorder = Recorder(RunDirectory(tmp_path), fleet, poll_health, 0, show, warn=told.append)
+        recorder = recorder_of(tmp_path, generation_with(texts), warn=told.append)
         with closing(recorder):
             await train(recorder)
 
     async def train(recorder: Recorder) -> None:
         async with recorder.recording(), running_beside({"a worker that learns": die()}):
-            for version in (9, 10):
-                cuts = Cuts(0, version, BatchRef((row,)), 1, 1)
-                report = StepReport(0, version + 1, 1, "", "00", {}, (TrainedSample(0, 0, 0, 1, 0),), None)
-                recorder.observe(StepBegan(cuts, (row,)))
-                recorder.observe(StepDone(cuts, report, {}, 1.0))
+            for version in (10, 11):
+                step = done(version, TrainedSample(0, 0, 0, 1, 0), rows=(row,))
+                recorder.observe(StepBegan(step.cuts, (row,)))
+                recorder.observe(step)
             await asyncio.Event().wait()
 
     with pytest.raises(FleetFailed, match=r"training0\.1 died"):
@@ -169,12 +174,11 @@ def test_steps_before_a_death_are_written_once_with_what_living_workers_answer(t
 
 
 async def test_a_recorder_that_failed_is_not_waited_for(tmp_path: Path) -> None:
-    recorder = recorder_of(NO_FLEET, tmp_path)
-    report = StepReport(0, 1, 1, "", "00", {}, (), None)
+    recorder = recorder_of(tmp_path)
 
     async def train() -> None:
         async with asyncio.timeout(60), recorder.recording():
-            recorder.observe(StepDone(Cuts(0, 0, BatchRef(()), 0, 0), report, {}, 1.0))
+            recorder.observe(done(1))
             recorder.observe(Dropped(0, (4,), "stale"))
             await asyncio.Event().wait()
 
@@ -187,7 +191,7 @@ async def test_events_that_nothing_writes_end_the_run_and_say_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "WAITING_EVENTS", 4)
-    recorder = recorder_of(NO_FLEET, tmp_path)
+    recorder = recorder_of(tmp_path)
     for member in range(4):
         recorder.observe(Dropped(0, (member,), "stale"))
     with pytest.raises(FleetFailed, match=f"4 events wait to be written below {tmp_path}"):
@@ -207,16 +211,10 @@ async def test_rows_are_kept_from_the_beginning_of_a_step_until_their_texts_are_
         await answer.wait()
         if dies:
             raise PeerLost("generation0.0 died")
-        return [SampleText(row.group, row.member, "1+1?", "two") for row in batch.rows]
+        return [text_of(row) for row in batch.rows]
 
     released: list[Any] = []
-    recorder = Recorder(
-        RunDirectory(tmp_path),
-        SimpleNamespace(generation=SimpleNamespace(texts=texts)),
-        poll_health,
-        0,
-        print,  # type: ignore[arg-type]
-    )
+    recorder = recorder_of(tmp_path, generation_with(texts))
     recorder.shown.released_by(released.extend)
     row = scored(0, 0).sample
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.controller.observers.step_metrics import (
-    EnvironmentCounts,
-    TimeShares,
+    WorkerMetrics,
     batch_metrics,
     equal_texts,
     report_metrics,
@@ -33,12 +34,8 @@ def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
     for incarnation, step in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (1, 4)):
         file.append({"step": step, "incarnation": incarnation})
     file.close()
-    assert [(line["incarnation"], line["step"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
-        (0, 1),
-        (1, 2),
-        (1, 3),
-        (1, 4),
-    ]
+    kept = [(line["incarnation"], line["step"]) for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert kept == [(0, 1), (1, 2), (1, 3), (1, 4)]
 
 
 def test_a_step_that_is_tried_again_counts_once_and_leaves_the_one_before_it(tmp_path: Path) -> None:
@@ -51,49 +48,46 @@ def test_a_step_that_is_tried_again_counts_once_and_leaves_the_one_before_it(tmp
     assert [line.get("grad_norm") for line in read_metrics(tmp_path / "metrics.jsonl")] == [None, 1.0]
 
 
+def rows_of(groups: dict[int, tuple[Any, ...]], **field: str) -> BatchRef:
+    """Returns samples by group. field: what the values are, else rewards."""
+    rows = []
+    for group, values in groups.items():
+        for member, value in enumerate(values):
+            each = row(member, 5, 1.0 if field else value)._replace(group=group)
+            rows.append(each._replace(**{field["field"]: value}) if field else each)
+    return BatchRef(tuple(rows))
+
+
 def test_a_batch_of_all_right_and_all_wrong_groups_spreads_and_teaches_nothing() -> None:
-    rewards = {0: (1.0, 1.0), 1: (0.0, 0.0), 2: (0.0, 1.0), 3: (None, 1.0)}
-    rows = [row(m, 5, reward)._replace(group=g) for g, of in rewards.items() for m, reward in enumerate(of)]
-    found = batch_metrics(BatchRef(tuple(rows)))
+    rows = rows_of({0: (1.0, 1.0), 1: (0.0, 0.0), 2: (0.0, 1.0), 3: (None, 1.0)})
+    found = batch_metrics(rows)
     assert found["reward/std"] > 0.45
     assert found["reward/group_std"] == 0.5 / 3
     assert found["reward/equal_groups"] == pytest.approx(2 / 3)
-    assert "reward/equal_groups" not in batch_metrics(BatchRef(tuple(rows[::2]))), "one sample of each"
+    assert "reward/equal_groups" not in batch_metrics(BatchRef(rows.rows[::2])), "one sample of each"
 
 
 @pytest.mark.parametrize(("discount", "equal"), [(None, 1.0), (0.9, 1 / 3), (1.0, 2 / 3), (0.0, 1 / 3)])
 def test_groups_whose_turns_differ_are_equal_by_their_totals_alone(discount: float | None, equal: float) -> None:
     parts = {0: ((1.0, 0.0), (0.0, 1.0)), 1: ((0.5, 0.5), (0.5, 0.5)), 2: ((), (0.0, 1.0))}
-    rows = [
-        row(m, 5, 1.0)._replace(group=g, turn_rewards=turns) for g, of in parts.items() for m, turns in enumerate(of)
-    ]
-    found = batch_metrics(BatchRef(tuple(rows)), turn_discount=discount)
+    found = batch_metrics(rows_of(parts, field="turn_rewards"), turn_discount=discount)
     assert found["reward/equal_groups"] == pytest.approx(equal)
 
 
-def test_recorded_groups_of_one_text_are_counted() -> None:
-    texts = {0: ("a", "a"), 1: ("a", "b"), 2: ("c",)}
-    records = [
-        sample_record(
-            1, row(m, 5, 1.0)._replace(group=g), SampleText(g, m, "p", text), {}, TrainedSample(g, m, 0, 5, 0)
-        )
-        for g, of in texts.items()
-        for m, text in enumerate(of)
-    ]
+def record(group: int, member: int, *said: str, turns: bool = True) -> SampleRecord:
+    given = [{"role": "assistant", "content": each} for each in said] if turns else []
+    text = SampleText(group, member, "p", said[-1], turns=given)
+    sample = row(member, 5, 1.0)._replace(group=group)
+    return sample_record(1, sample, text, {}, TrainedSample(group, member, 0, 5, 0))
+
+
+def test_recorded_groups_of_one_text_are_counted_of_episodes_by_all_their_answers() -> None:
+    texts = {(0, 0): "a", (0, 1): "a", (1, 0): "a", (1, 1): "b", (2, 0): "c"}
+    records = [record(*key, text, turns=False) for key, text in texts.items()]
     assert equal_texts(records) == {"completions/equal_groups": 0.5}
     assert equal_texts(records[-1:]) == {}
-
-
-def test_episodes_that_end_with_one_answer_are_equal_only_if_all_their_answers_are() -> None:
-    def record(group: int, member: int, *said: str) -> SampleRecord:
-        turns = [{"role": "assistant", "content": each} for each in said]
-        text = SampleText(group, member, "p", said[-1], turns=turns)
-        return sample_record(
-            1, row(member, 5, 1.0)._replace(group=group), text, {}, TrainedSample(group, member, 0, 5, 0)
-        )
-
-    records = [record(0, 0, "a", "z"), record(0, 1, "b", "z"), record(1, 0, "a", "z"), record(1, 1, "a", "z")]
-    assert equal_texts(records) == {"completions/equal_groups": 0.5}
+    episodes = [record(0, 0, "a", "z"), record(0, 1, "b", "z"), record(1, 0, "a", "z"), record(1, 1, "a", "z")]
+    assert equal_texts(episodes) == {"completions/equal_groups": 0.5}
 
 
 @pytest.mark.trap("truncated")
@@ -150,32 +144,50 @@ def test_report_metrics_turn_masks_into_shares_and_tokens_into_a_rate() -> None:
 
 
 def test_time_shares_are_of_the_time_since_the_last_look_and_add_up() -> None:
-    shares = TimeShares()
+    shares = WorkerMetrics()
     shares.since_last([health("a", 10.0, busy=9.0)])
-    found = shares.since_last([health("a", 20.0, busy=12.0, starved=6.0), health("b", 4.0, busy=4.0)])
+    other = replace(health("b", 4.0, busy=4.0), replica=1)
+    found = shares.since_last([health("a", 20.0, busy=12.0, starved=6.0), other])
     assert found["time/generation/busy"] == pytest.approx((0.3 + 1.0) / 2)
     assert found["time/generation/starved"] == pytest.approx(0.3)
     assert found["time/generation/unaccounted"] == pytest.approx(0.05)
-    assert sum(found.values()) == pytest.approx(1.0)
+    assert sum(value for name, value in found.items() if name.startswith("time/")) == pytest.approx(1.0)
 
 
-def test_a_restarted_worker_is_counted_from_its_own_start() -> None:
-    shares = TimeShares()
+def test_a_restarted_worker_is_counted_from_its_own_start_and_one_that_did_not_answer_from_its_last_answer() -> None:
+    shares = WorkerMetrics()
     shares.since_last([health("a", 100.0, busy=100.0)])
     found = shares.since_last([health("a2", 2.0, busy=1.0)])
     assert found["time/generation/busy"] == pytest.approx(0.5)
+    assert shares.since_last([]) == {}
+    assert shares.since_last([health("a2", 12.0, busy=2.0)])["time/generation/busy"] == pytest.approx(0.1)
 
 
 def test_counts_of_environments_are_those_since_the_last_line() -> None:
-    def counted(instance: str, replica: int, calls: float) -> Health:
-        counters = {"answers": 9.0, "environment/tool_calls": calls}
-        return Health("environment", replica, 0, instance, (), 0, {}, 1.0, counters)
+    metrics = WorkerMetrics()
+    name = "environment/tool_calls"
 
-    counts = EnvironmentCounts()
-    assert counts.since_last([]) == {}
-    assert counts.since_last([counted("a", 0, 5.0), counted("b", 1, 1.0)]) == {"environment/tool_calls": 6.0}
-    assert counts.since_last([counted("b", 1, 3.0)]) == {"environment/tool_calls": 2.0}, "the other did not answer"
-    assert counts.since_last([counted("a", 0, 7.0), counted("b2", 1, 4.0)]) == {"environment/tool_calls": 6.0}
+    def calls(*workers: tuple[str, int, float]) -> float:
+        healths = [
+            Health(
+                "environment", replica, 0, instance, (), 2, {}, 1.0, {"answers": 9.0, "environment/tool_calls": made}
+            )
+            for instance, replica, made in workers
+        ]
+        found = metrics.since_last(healths)
+        assert found["perf/queued/environment"] == 2 * len(workers)
+        return found[name]
+
+    assert calls(("a", 0, 5.0), ("b", 1, 1.0)) == 6.0
+    assert calls(("b", 1, 3.0)) == 2.0, "the other did not answer"
+    assert calls(("a", 0, 7.0), ("b2", 1, 4.0)) == 6.0
+
+
+def test_what_a_person_was_asked_is_told_as_the_worker_counts_it() -> None:
+    metrics = WorkerMetrics()
+    for _ in range(2):
+        asked = Health("reward", 0, 0, "a", (), 0, {}, 1.0, {"feedback/asked": 3.0})
+        assert metrics.since_last([asked])["feedback/asked"] == 3.0
 
 
 def test_what_is_unknown_is_named(unknown_metrics: Callable[[Mapping[str, object]], list[str]]) -> None:
