@@ -51,10 +51,14 @@ class Notes:
         self.closed = True
 
 
+def opened(notes: Notes) -> tuple[SinkWorker, list[str]]:
+    """A worker for the sink, and what it says."""
+    said: list[str] = []
+    return SinkWorker("notes", lambda: notes, said.append), said
+
+
 def test_everything_arrives_in_order_and_the_sink_is_closed() -> None:
-    notes = Notes()
-    said = []
-    sink = SinkWorker("notes", lambda: notes, said.append)
+    sink, said = opened(notes := Notes())
     for step in range(10):
         sink.write(step, {"reward/mean": 0.5, "name": "x", "none": None})
     sink.close()
@@ -64,9 +68,7 @@ def test_everything_arrives_in_order_and_the_sink_is_closed() -> None:
 
 
 def test_a_sink_that_hangs_delays_nothing_and_is_left_out_with_one_warning() -> None:
-    notes = Notes(open_gate=False)
-    said = []
-    sink = SinkWorker("notes", lambda: notes, said.append)
+    sink, said = opened(notes := Notes(open_gate=False))
     for step in range(10 * QUEUED_STEPS):
         sink.write(step, {})
     assert sink.left_out
@@ -77,9 +79,7 @@ def test_a_sink_that_hangs_delays_nothing_and_is_left_out_with_one_warning() -> 
 
 
 def test_a_sink_that_fails_is_left_out_with_one_warning() -> None:
-    notes = Notes(fails_at=2)
-    said = []
-    sink = SinkWorker("notes", lambda: notes, said.append)
+    sink, said = opened(notes := Notes(fails_at=2))
     for step in range(10):
         sink.write(step, {})
     sink.close()
@@ -98,9 +98,7 @@ def test_a_sink_that_cannot_be_opened_is_left_out() -> None:
 
 
 def test_the_end_of_a_run_waits_for_a_sink_only_so_long() -> None:
-    notes = Notes(open_gate=False)
-    said = []
-    sink = SinkWorker("notes", lambda: notes, said.append)
+    sink, said = opened(notes := Notes(open_gate=False))
     sink.write(1, {})
     sink.close(deadline=0.05)
     assert "did not close within 0.05 s" in said[0]

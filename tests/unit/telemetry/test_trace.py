@@ -7,6 +7,9 @@ import json
 import resource
 import signal
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -44,6 +47,14 @@ def file_of(run_dir: Path, process: str) -> Path:
     return run_dir / "logs" / f"{process}.trace.jsonl"
 
 
+@contextmanager
+def traced(run_dir: Path, process: str = "reward0.0", now: Callable[[], float] | None = None) -> Iterator[Tracer]:
+    """A tracer of a process, which is closed at the end of the block."""
+    tracer = Tracer(file_of(run_dir, process), process, now or Ticks())
+    yield tracer
+    tracer.close()
+
+
 def slices_by_track(events: list[Event]) -> dict[tuple[int, int], list[tuple[float, float]]]:
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
@@ -58,17 +69,15 @@ def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
         tracer.flow_start("3/1")
     tracer.close()
     assert list(tmp_path.iterdir()) == []
+    assert merged(tmp_path) == [], "an empty run merges to an empty trace"
 
 
 def test_a_flow_leads_from_the_slice_it_left_to_the_slice_it_enters(tmp_path: Path) -> None:
     now = Ticks()
-    generation, training = (Tracer(file_of(tmp_path, name), name, now) for name in ("generation0.0", "training0.0"))
-    with generation.span("sample", group=3):
-        generation.flow_start("3/1")
-    with training.span("step"):
-        training.flow_end("3/1")
-    for tracer in (generation, training):
-        tracer.close()
+    with traced(tmp_path, "generation0.0", now) as tracer, tracer.span("sample", group=3):
+        tracer.flow_start("3/1")
+    with traced(tmp_path, "training0.0", now) as tracer, tracer.span("step"):
+        tracer.flow_end("3/1")
     events = merged(tmp_path)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(names.values()) == ["generation0.0", "training0.0"]
@@ -94,9 +103,8 @@ def holder_of(events: list[Event], arrow: Event) -> Event:
 
 
 def test_an_arrow_outside_any_span_gets_a_slice_to_sit_in(tmp_path: Path) -> None:
-    tracer = Tracer(file_of(tmp_path, "controller"), "controller", Ticks())
-    tracer.flow_start("sample 3/1")
-    tracer.close()
+    with traced(tmp_path, "controller") as tracer:
+        tracer.flow_start("sample 3/1")
     events = merged(tmp_path)
     (start,) = (event for event in events if event["ph"] == "s")
     assert holder_of(events, start)["name"] == "sample 3/1"
@@ -164,17 +172,16 @@ async def test_a_call_within_the_time_of_another_is_not_drawn_as_its_part(tmp_pa
 
 
 async def test_the_compute_thread_has_its_name(tmp_path: Path) -> None:
-    tracer = Tracer(file_of(tmp_path, "training0.0"), "training0.0")
     compute = ThreadCompute(Occupancy(StateClock(Ticks())))
+    with traced(tmp_path, now=time.monotonic) as tracer:
 
-    def work() -> None:
-        with tracer.span("update"):
-            pass
+        def work() -> None:
+            with tracer.span("update"):
+                pass
 
-    with tracer.span("step"):
-        await compute.run(work)
+        with tracer.span("step"):
+            await compute.run(work)
     compute.close()
-    tracer.close()
     assert names_by_track(merged(tmp_path)) == {"calls 1": ["step"], "compute": ["update"]}
 
 
@@ -230,21 +237,18 @@ def play(folder: Path, made: list[Call]) -> None:
 
 def test_the_torn_tail_of_a_killed_process_is_left_out(tmp_path: Path) -> None:
     path = file_of(tmp_path, "reward0.0")
-    tracer = Tracer(path, "reward0.0", Ticks())
-    with tracer.span("score"):
+    with traced(tmp_path) as tracer, tracer.span("score"):
         pass
-    tracer.close()
     path.write_text(path.read_text() + '{"ph":"X","name":"sco')
     assert [event["name"] for event in merged(tmp_path) if event["ph"] == "X"] == ["score"]
 
 
 def test_events_over_the_bound_are_counted_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "MAX_EVENTS", 3)
-    tracer = Tracer(file_of(tmp_path, "reward0.0"), "reward0.0", Ticks())
-    for _ in range(10):
-        with tracer.span("score"):
-            pass
-    tracer.close()
+    with traced(tmp_path) as tracer:
+        for _ in range(10):
+            with tracer.span("score"):
+                pass
     events = merged(tmp_path)
     assert sum(event["ph"] == "X" for event in events) == 3
     assert any("7 events left out" in str(event.get("args")) for event in events)
@@ -256,10 +260,6 @@ def test_a_full_buffer_is_written_without_close(tmp_path: Path) -> None:
         with tracer.span("score"):
             pass
     assert len(file_of(tmp_path, "reward0.0").read_text().splitlines()) == trace.BUFFERED_EVENTS + 1
-
-
-def test_an_empty_run_merges_to_an_empty_trace(tmp_path: Path) -> None:
-    assert merged(tmp_path) == []
 
 
 def test_a_full_disk_costs_events_and_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
