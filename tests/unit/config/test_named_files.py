@@ -56,11 +56,11 @@ def test_paths_of_a_file_begin_in_its_folder_and_flags_in_the_current_one(
     assert config.environment.options == options
     assert [(key, str(path)) for key, path in source_files(config)] == [
         ("task.prompts", f"{folder}/data/p.jsonl"),
-        ("evaluate.prompts", f"{here}/held.csv"),
-        ("algorithm.custom", f"{tmp_path}/mine.py"),
-        ("reward.functions", f"{folder}/r.py"),
-        ("reward.functions", f"{folder}/r.py"),
         ("environment.options", f"{folder}/t.py"),
+        ("reward.functions", f"{folder}/r.py"),
+        ("reward.functions", f"{folder}/r.py"),
+        ("algorithm.custom", f"{tmp_path}/mine.py"),
+        ("evaluate.prompts", f"{here}/held.csv"),
     ]
 
 
