@@ -39,7 +39,7 @@ SUPERVISED_BOUNDARY = {
 }
 IMPURE = {
     *("checkpointing.py", "training_run.py", "observers/inspection.py", "observers/progress.py"),
-    *("observers/recorder.py", "journal/run_copy.py", "journal/run_storage.py", "journal/s3_objects.py"),
+    *("observers/recorder.py", "journal/run_copy.py", "journal/run_storage.py"),
 }
 """Modules of the controller that read a clock or do I/O. All others, the supervisor and the control lane are replayed
 by the virtual loop."""
