@@ -1,7 +1,7 @@
 """Transports bring versions of the weights to readers that cannot map the memory of their trainer.
 
 transport_ends.py        what a trainer and an engine see of any transport, and how a run opens both ends
-held_version.py          what networks share: parts, ends of the lane, versions that arrive, and their receiver
+version_transfer.py      what networks share: parts, ends of the lane, versions that arrive, and their receiver
 weight_stream.py         a network: the trainer's side, which waits for nobody; the server of parts; the engine, which
                          pulls, resumes and falls back
 weight_files.py          versions as files in a folder

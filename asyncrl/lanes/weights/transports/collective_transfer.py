@@ -27,7 +27,7 @@ from asyncrl.lanes.weights.transports.communicator import (
     Communicator,
     OwnerThread,
 )
-from asyncrl.lanes.weights.transports.held_version import (
+from asyncrl.lanes.weights.transports.version_transfer import (
     FAILED,
     CallTypes,
     ChunkPlan,

@@ -32,8 +32,8 @@ from asyncrl.lanes.weights.transports.device_arena import (
     open_device_writer,
     register_arena,
 )
-from asyncrl.lanes.weights.transports.held_version import ChunkPlan, LaneEnd
 from asyncrl.lanes.weights.transports.nccl import Nccl4py, NcclBackend
+from asyncrl.lanes.weights.transports.version_transfer import ChunkPlan, LaneEnd
 from asyncrl.lanes.weights.transports.weight_files import FILE_SCHEME, FileReceiver, FileSender
 from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver, StreamSender
 from asyncrl.protocols.messages import Hello, Published

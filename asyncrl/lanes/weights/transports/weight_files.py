@@ -26,7 +26,7 @@ from asyncrl.lanes.weights.slot_memory import (
     views,
     with_aliases,
 )
-from asyncrl.lanes.weights.transports.held_version import in_thread, new_memory, transfer_seconds
+from asyncrl.lanes.weights.transports.version_transfer import in_thread, new_memory, transfer_seconds
 from asyncrl.lanes.weights.version_folder import make_folder
 from asyncrl.protocols.messages import Published
 from asyncrl.protocols.weight_transports import SLOTS

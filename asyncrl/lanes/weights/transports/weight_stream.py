@@ -21,7 +21,7 @@ from asyncrl.lanes.weights.chunk_codec import LOSSY, EncodedChunk, WireCodec, de
 from asyncrl.lanes.weights.leases import CopiedVersions, Leases, slot_of
 from asyncrl.lanes.weights.plan.routes_of_parts import CHILDREN, parent
 from asyncrl.lanes.weights.slot_memory import checked, digest, digested_tensor, fill, views
-from asyncrl.lanes.weights.transports.held_version import (
+from asyncrl.lanes.weights.transports.version_transfer import (
     FAILED,
     Bytes,
     CallTypes,

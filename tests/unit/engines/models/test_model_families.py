@@ -22,7 +22,7 @@ from asyncrl.engines.models.model_families import REFUSED, TRAINED, family_probl
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.slot_memory import Role, roles_of
-from asyncrl.lanes.weights.transports.held_version import ChunkPlan
+from asyncrl.lanes.weights.transports.version_transfer import ChunkPlan
 from tests.unit.engines.generation.test_families import OWN, SHAPE
 
 

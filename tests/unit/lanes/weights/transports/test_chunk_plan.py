@@ -3,7 +3,7 @@ import pytest
 from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.lanes.weights.transports.collective_transfer import groups
-from asyncrl.lanes.weights.transports.held_version import ChunkPlan
+from asyncrl.lanes.weights.transports.version_transfer import ChunkPlan
 from tests.unit.lanes.weights.transports.sites import SHAPES
 
 SPEC = WeightsSpec.of(SHAPES, "float32", exact=["model.embed_tokens.weight"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.lanes.weights.slot_memory import DTYPES, WeightsSpec
 from asyncrl.lanes.weights.transports import collective_transfer as pair_receiver
-from asyncrl.lanes.weights.transports import held_version, weight_stream
+from asyncrl.lanes.weights.transports import version_transfer, weight_stream
 from tests.unit.lanes.weights.transports.sites import (
     COPYING,
     PAIRS,
@@ -129,8 +129,8 @@ async def test_a_sender_that_closes_in_a_transfer_is_lost(
         before = await take(receiver, first)
         second = site.write(1)
         site.stall(second)
-        monkeypatch.setattr(held_version, "START", 0.0)
-        monkeypatch.setattr(held_version, "SLOWEST", 5e6)
+        monkeypatch.setattr(version_transfer, "START", 0.0)
+        monkeypatch.setattr(version_transfer, "SLOWEST", 5e6)
         fetching = asyncio.ensure_future(take(receiver, second))
         await until(lambda: site.in_transfer(second))
         site.sender.close()
@@ -165,8 +165,8 @@ async def test_a_write_that_stalls_ends_in_its_deadline(
         second = site.write(1)
         site.stall(second)
         with monkeypatch.context() as patch:
-            patch.setattr(held_version, "START", 0.0)
-            patch.setattr(held_version, "SLOWEST", 20e6)
+            patch.setattr(version_transfer, "START", 0.0)
+            patch.setattr(version_transfer, "SLOWEST", 20e6)
             with pytest.raises(AsyncrlError) as caught:
                 await take(receiver, second)
         assert transport not in ("tcp", *PAIRS) or isinstance(caught.value, DeadlineExceeded)

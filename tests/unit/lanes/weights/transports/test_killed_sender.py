@@ -19,8 +19,8 @@ from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.transports import collective_transfer as pair_receiver
 from asyncrl.lanes.weights.transports import weight_stream
 from asyncrl.lanes.weights.transports.communicator import GlooBackend
-from asyncrl.lanes.weights.transports.held_version import ChunkPlan
 from asyncrl.lanes.weights.transports.transport_ends import open_receiver
+from asyncrl.lanes.weights.transports.version_transfer import ChunkPlan
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.faults import FaultyBackend
 from tests.unit.lanes.weights.transports.killed_sender import KILLED

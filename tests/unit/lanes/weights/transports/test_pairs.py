@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
-from asyncrl.lanes.weights.transports import held_version
+from asyncrl.lanes.weights.transports import version_transfer
 from asyncrl.lanes.weights.transports.collective_transfer import CollectiveReceiver
 from asyncrl.lanes.weights.transports.communicator import (
     GROUP_PARTS,
@@ -117,8 +117,8 @@ async def test_groups_that_each_come_in_time_must_come_in_that_of_the_version(
         receiver = site.receiver(first, "generation0")
         before = await take(receiver, first)
         second = site.write(1)
-        monkeypatch.setattr(held_version, "START", 0.05)
-        monkeypatch.setattr(held_version, "SLOWEST", 1e9)
+        monkeypatch.setattr(version_transfer, "START", 0.05)
+        monkeypatch.setattr(version_transfer, "SLOWEST", 1e9)
         monkeypatch.setattr(receiver, "_receive", lambda *_: asyncio.Event().wait())
         with pytest.raises(DeadlineExceeded, match=r"(\d+) of \1 parts of the weights of version 1 did not come"):
             await receiver.fetch(second)

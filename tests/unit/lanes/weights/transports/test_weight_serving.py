@@ -6,8 +6,8 @@ import pytest
 from asyncrl.errors import Refused
 from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
-from asyncrl.lanes.weights.transports import held_version
-from asyncrl.lanes.weights.transports.held_version import CHUNK_BYTES, ChunkPlan, HeldVersion
+from asyncrl.lanes.weights.transports import version_transfer
+from asyncrl.lanes.weights.transports.version_transfer import CHUNK_BYTES, ChunkPlan, HeldVersion
 from tests.instruction_count import counting
 from tests.unit.lanes.weights.transports.sites import INCARNATION, weights
 from tests.unit.lanes.weights.transports.test_weight_streams import PARTS, Stream, play
@@ -28,7 +28,7 @@ async def test_only_parts_that_are_compared_take_a_thread(codec: WireCodec, monk
     held = version_of(codec, 1, CHUNK_BYTES)
     held.base = version_of(codec, 1, CHUNK_BYTES)
     held.base_version = 0
-    monkeypatch.setattr(held_version, "_thread", NoThread())
+    monkeypatch.setattr(version_transfer, "_thread", NoThread())
     assert (await held.chunk(0, None)).kind is WireCodec.DENSE
     if codec is WireCodec.DENSE:
         assert (await held.chunk(0, 0)).kind is WireCodec.DENSE

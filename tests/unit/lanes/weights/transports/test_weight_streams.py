@@ -14,8 +14,8 @@ from asyncrl.errors import DeadlineExceeded, Refused, WeightsError
 from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.lanes.weights.chunk_codec import EncodedChunk, WireCodec, encode_chunk
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
-from asyncrl.lanes.weights.transports import held_version, weight_stream
-from asyncrl.lanes.weights.transports.held_version import ChunkPlan, HeldVersion, LaneEnd
+from asyncrl.lanes.weights.transports import version_transfer, weight_stream
+from asyncrl.lanes.weights.transports.version_transfer import ChunkPlan, HeldVersion, LaneEnd
 from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver, StreamSender
 from asyncrl.protocols.weight_transports import BUFFERS
 from asyncrl.simulation import virtual_loop
@@ -386,7 +386,7 @@ def test_a_base_that_is_overwritten_while_it_is_compared_is_not_used(monkeypatch
             base.overwrite()
             return encode(*args)
 
-        monkeypatch.setattr(held_version, "encode_chunk", overwriting)
+        monkeypatch.setattr(version_transfer, "encode_chunk", overwriting)
         chunk = await stream.sender.server.held[1].chunk(0, 0)
         assert chunk.kind is WireCodec.DENSE
 
