@@ -1,8 +1,6 @@
 """Mistakes of a user's algorithm: each error names the call to write instead."""
 
-import inspect
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,30 +22,12 @@ from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from tests import golden
+from tests.unit.algorithms.own import OWN, line_of, played, roll_out
 from tests.unit.scene import CONFIG, Scene
-
-
-async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
-    await grpo.roll_out(fleet, control, group)
-
-
-OWN = Algorithm(roll_out, grpo.train)
 
 
 def alarm() -> Alarm:
     return Alarm(GuardsConfig(), lambda text: None)
-
-
-def line_of(function: Callable[..., Any], text: str) -> int:
-    lines, start = inspect.getsourcelines(function)
-    return start + next(number for number, line in enumerate(lines) if text in line)
-
-
-def played(algorithm: Algorithm) -> Scene:
-    scene = Scene()
-    scene.algorithm = replace(algorithm, name="algorithms:MINE")
-    scene.play()
-    return scene
 
 
 # ---- what an algorithm hands in ------------------------------------------------------------------------------------
@@ -76,7 +56,7 @@ def test_an_algorithm_that_drops_every_sample_ends_the_run() -> None:
         scene.events.append(event)
         drops.observe(event)
 
-    scene.observe, scene.algorithm = observe, replace(OWN, roll_out=drops_all, name="algorithms:MINE")
+    scene.observe, scene.algorithm = observe, replace(OWN, roll_out=drops_all)
     with pytest.raises(AlgorithmError) as caught:
         scene.play()
     assert 1 <= scene.gate.version < 5, "what was ready before still trained"
@@ -105,10 +85,7 @@ def test_an_algorithm_that_leaves_too_few_of_each_group_for_a_baseline_ends_the_
     scene = Scene()
     patience = 2 * CONFIG.cap * CONFIG.members
     drops = AlgorithmDrops(patience, CONFIG.baseline, 0, alarm())
-    scene.observe, scene.algorithm = (
-        drops.observe,
-        replace(OWN, roll_out=drops_all_but_one, name="algorithms:MINE"),
-    )
+    scene.observe, scene.algorithm = drops.observe, replace(OWN, roll_out=drops_all_but_one)
     with golden.raises(AlgorithmError, match="step 0.*2 samples"):
         scene.play()
     assert scene.journal.ledger.dropped["no_baseline"] > 0
@@ -117,7 +94,7 @@ def test_an_algorithm_that_leaves_too_few_of_each_group_for_a_baseline_ends_the_
 def test_an_algorithm_may_drop_most_of_its_samples() -> None:
     scene = Scene()
     drops = AlgorithmDrops(2 * CONFIG.cap * CONFIG.members, CONFIG.baseline, 0, alarm())
-    scene.observe, scene.algorithm = drops.observe, replace(OWN, roll_out=drops_most, name="algorithms:MINE")
+    scene.observe, scene.algorithm = drops.observe, replace(OWN, roll_out=drops_most)
     scene.play()
     assert scene.gate.version == 3
     assert scene.journal.ledger.dropped["like 3"] >= 2 * CONFIG.members
@@ -189,7 +166,7 @@ async def trains_twice(fleet: Fleet, control: Controller) -> None:
 def test_what_an_algorithm_hands_in_wrongly_is_told_with_its_line(changed: Any, line: str, says: str) -> None:
     function = "train" if changed is trains_twice else "roll_out"
     with pytest.raises(AlgorithmError) as caught:
-        played(replace(OWN, **{function: changed}))
+        played(**{function: changed})
     number = line_of(changed, line)
     assert str(caught.value) == f"{function} of algorithms:MINE: {says} ({__file__}, line {number})"
 
@@ -210,7 +187,7 @@ def test_samples_that_the_gate_has_dropped_may_still_be_handed_in() -> None:
         control.ready(samples.take([2, 3]), await fleet.reward.score(samples.take([2, 3]), group.row))
 
     scene = Scene(replace(CONFIG, greedy=True, baseline=1))
-    scene.reward, scene.algorithm = NoGreedy(0.1), replace(OWN, roll_out=all_at_last, name="algorithms:MINE")
+    scene.reward, scene.algorithm = NoGreedy(0.1), replace(OWN, roll_out=all_at_last)
     scene.play()
     assert scene.gate.version == 3
     assert scene.journal.ledger.dropped["greedy_unscorable"] == 4
@@ -349,7 +326,7 @@ def test_half_an_algorithm_of_asyncrl_is_looked_at_too() -> None:
     own = Algorithm(roll_out, ppo.train, "custom")
     golden.says(mistakes(FROM_PYTHON, "grpo", own), "asyncrl.algorithms.ppo")
     assert mistakes(FROM_PYTHON, "ppo", own) == ""
-    assert mistakes(FROM_PYTHON, "ppo", replace(OWN, name="custom")) == "", "a critic that others teach"
+    assert mistakes(FROM_PYTHON, "ppo", Algorithm(roll_out, grpo.train, "custom")) == "", "a critic that others teach"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """An algorithm of the user's own: how it is found, what is refused before the start, and how its failures are told."""
 
 import asyncio
-import inspect
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -32,18 +30,8 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.simulation.fakes.scoring import FakeReward
 from tests import golden
+from tests.unit.algorithms.own import OWN, line_of, played, roll_out, train
 from tests.unit.scene import CONFIG, Scene
-
-
-async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
-    await grpo.roll_out(fleet, control, group)
-
-
-async def train(fleet: Fleet, control: Controller) -> None:
-    await grpo.train(fleet, control)
-
-
-OWN = Algorithm(roll_out, train)
 
 
 class Methods:
@@ -155,11 +143,6 @@ def test_a_name_that_leads_to_no_algorithm_is_refused(name: str, says: str) -> N
 # ---- failures ------------------------------------------------------------------------------------------------
 
 
-def line_of(function: Callable[..., Any], text: str) -> int:
-    lines, start = inspect.getsourcelines(function)
-    return start + next(number for number, line in enumerate(lines) if text in line)
-
-
 async def raising(fleet: Fleet, control: Controller, group: Attempt) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(grpo.roll_out(fleet, control, group))
@@ -167,16 +150,9 @@ async def raising(fleet: Fleet, control: Controller, group: Attempt) -> None:
             raise KeyError("mine")
 
 
-def played(algorithm: Algorithm) -> Scene:
-    scene = Scene()
-    scene.algorithm = replace(algorithm, name="algorithms:MINE")
-    scene.play()
-    return scene
-
-
 def test_what_an_algorithm_raises_is_told_with_its_line() -> None:
     with pytest.raises(AlgorithmError) as caught:
-        played(replace(OWN, roll_out=raising))
+        played(roll_out=raising)
     where = f"{__file__}, line {line_of(raising, 'raise KeyError')}"
     assert str(caught.value) == f"roll_out of algorithms:MINE raised KeyError: 'mine' ({where})"
     assert isinstance(caught.value.__cause__, KeyError)
@@ -189,7 +165,7 @@ async def losing(fleet: Fleet, control: Controller, group: Attempt) -> None:
 
 
 def test_a_lost_worker_is_no_fault_of_the_algorithm() -> None:
-    scene = played(replace(OWN, roll_out=losing))
+    scene = played(roll_out=losing)
     assert scene.gate.version == 3
     assert {failed.reason for failed in scene.told(AttemptStarted)} == {"generation0.0 died"}
 
@@ -233,12 +209,12 @@ async def never_trained(fleet: Fleet, control: Controller) -> None:
 )
 def test_what_an_algorithm_leaves_undone_ends_the_run_instead_of_stalling_it(changed: Any, says: str) -> None:
     with golden.raises(AlgorithmError, match=says):
-        played(replace(OWN, **changed))
+        played(**changed)
 
 
 def test_an_algorithm_that_forgets_the_greedy_answer_its_advantage_needs_is_told_so() -> None:
     scene = Scene(replace(CONFIG, greedy=True, baseline=1))
-    scene.algorithm = replace(OWN, name="algorithms:MINE")
+    scene.algorithm = OWN
     with golden.raises(AlgorithmError):
         scene.play()
     scene = Scene(replace(CONFIG, greedy=True, baseline=1))
@@ -260,7 +236,7 @@ def test_a_late_drop_touches_no_later_attempt() -> None:
                 control.drop(kept[0], "too late")
             control.ready(samples, await fleet.reward.score(samples, group.row))
 
-    scene = played(replace(OWN, roll_out=drops_late))
+    scene = played(roll_out=drops_late)
     assert not scene.told(Dropped)
 
 
@@ -274,7 +250,7 @@ async def best(fleet: Fleet, control: Controller, group: Attempt) -> None:
 
 
 def test_an_algorithm_may_drop_samples_with_a_reason_of_its_own() -> None:
-    scene = played(replace(OWN, roll_out=best))
+    scene = played(roll_out=best)
     dropped = [event for event in scene.told(Dropped) if event.reason == "not wanted"]
     assert dropped
     assert {len(event.members) for event in dropped} == {1}
@@ -298,7 +274,7 @@ async def waits_for_a_service(fleet: Fleet, control: Controller, group: Attempt)
 def test_an_algorithm_that_waits_is_described_with_its_line(algorithm: Any, text: str) -> None:
     scene = Scene()
     scene.reward = FakeReward(100_000)
-    scene.algorithm = replace(OWN, roll_out=algorithm, name="algorithms:MINE")
+    scene.algorithm = replace(OWN, roll_out=algorithm)
     said: list[str] = []
 
     async def train_then_ask(fleet: Fleet, control: Controller) -> None:

@@ -1,6 +1,5 @@
 """A user's algorithm trains with advantages of its own; its mistakes are reported with their line."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.algorithms import grpo, ppo
+from asyncrl.algorithms import ppo
 from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.rollouts import Attempt
@@ -19,11 +18,8 @@ from asyncrl.protocols.messages import Score
 from asyncrl.simulation.fakes.scoring import FakeCritic
 from asyncrl.simulation.fakes.training import FakeTraining
 from tests import golden
+from tests.unit.algorithms.own import OWN, line_of
 from tests.unit.scene import Scene
-
-
-async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
-    await grpo.roll_out(fleet, control, group)
 
 
 def credited(cuts: Cuts) -> list[float]:
@@ -53,7 +49,7 @@ def test_advantages_of_a_pages_own_are_trained_with_and_written_down() -> None:
     trainer = Seeing(before.cost, 2, [scene.generation], seed=0)
     scene.training = trainer
     trainer.seen = []
-    scene.algorithm = Algorithm(roll_out, credits, "algorithms:MINE")
+    scene.algorithm = replace(OWN, train=credits)
     scene.play()
     trained = scene.records(Trained)
     assert [record.advantages for record in trained] == trainer.seen
@@ -153,11 +149,9 @@ def test_what_would_not_be_what_the_journal_says_is_refused_with_its_line(
     function: str, changed: Callable[..., Any], line: str, says: str
 ) -> None:
     scene = Scene()
-    scene.algorithm = replace(replace(Algorithm(roll_out, grpo.train), **{function: changed}), name="algorithms:MINE")
+    scene.algorithm = replace(OWN, **{function: changed})
     with pytest.raises(AlgorithmError) as caught:
         scene.play()
-    lines, start = inspect.getsourcelines(changed)
-    number = start + next(number for number, text in enumerate(lines) if line in text)
     assert str(caught.value).startswith(f"{function} of algorithms:MINE: {says}")
-    assert str(caught.value).endswith(f"({__file__}, line {number})")
+    assert str(caught.value).endswith(f"({__file__}, line {line_of(changed, line)})")
     assert scene.records(Trained) == []

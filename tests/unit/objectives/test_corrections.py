@@ -115,13 +115,3 @@ def test_effective_share_is_one_for_equal_weights_and_falls_with_one_huge_weight
     np.testing.assert_allclose(share(np.full(50, 3.0)), 1.0)
     np.testing.assert_allclose(share(np.array([1e6] + [1.0] * 99)), 0.01, rtol=1e-3)
     assert effective_sample_share(0.0, 0.0, 0.0) == 0.0
-
-
-def test_bounds_belong_to_what_they_keep() -> None:
-    """Exactly representable, so that rounding decides nothing."""
-    one = Ragged.of([1, 1, 1])
-    halves = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64).log()
-    assert corrections.masked_weight(halves, 0.5, 2.0).tolist() == halves.exp().tolist()
-    ratio = halves.exp()[0].item()
-    assert corrections.accepted(halves, one, "geometric", ratio, halves.exp()[2].item()).all()
-    assert corrections.accepted(torch.tensor([2.0, 0.0]), Ragged.of([1, 1]), "token_k2", 0.0, 2.0).all()
