@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from asyncrl.rewards import Sample
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.execution.scoring import score_of
 from asyncrl.rewards.functions import function_problems, function_specs
-from asyncrl.rewards.remote_judge import LARGEST_REPLY, RemoteJudge, Timing, jittered
+from asyncrl.rewards.remote_judge import LARGEST_REPLY, CallLimits, RemoteJudge, Timing, jittered
 from tests import golden
 from tests.unit.rewards.chat_server import CLOSES, HANGS, ChatServer, answer, chat_server, says
 
@@ -110,34 +109,25 @@ async def test_where_the_score_stands(time: Time, options: dict[str, Any], reply
         assert await judge(SAMPLE) == score
 
 
+GRADE = {"json_field": "grade"}
+
+
 @pytest.mark.parametrize(
-    ("options", "reply", "message"),
+    ("options", "reply"),
     [
-        ({}, "Well done!", "the reply has no score such as 'Score: 7': 'Well done!'; let the rubric ask for one, or"),
-        ({"pattern": r"<(\d+)>"}, "Score: 7", r"pattern <\(\\d\+\)> finds no score in the reply: 'Score: 7'"),
-        ({}, "Score: 87", "the score 87 does not lie between 0 and 10"),
-        ({}, "Score (0 to 10): 7", "the reply has no score"),
-        ({"json_field": "grade"}, '{"grade": 9} {"grade": 2, "grade": 7}', r"the score is no number but \[2, 7\]"),
-        ({"json_field": "grade"}, '{"grade": 7, "grade": 7}', r"the score is no number but \[7, 7\]"),
-        ({"json_field": "grade"}, '{"grade": ' + "9" * 400 + "}", "the score is no number but 9"),
-        ({"json_field": "grade"}, "[" * 100_000, "no JSON object with grade"),
-        ({"json_field": "grade"}, '{"grade": [1]}', r"the score is no number but \[1\]"),
-        ({"json_field": "grade"}, '{"grade": NaN}', "the score nan does not lie"),
-        ({"json_field": "grade"}, '{"grade": true}', "the score is no number but True"),
-        ({"json_field": "grade"}, '{"grade": null}', "the score is no number but None"),
-        ({"json_field": "grade"}, '{"grade": "1_0"}', "the score is no number but '1_0'"),
-        ({"json_field": "grade"}, '<think>{"grade": 3}', "no JSON object with grade: ''"),
-        ({"json_field": "grade"}, "{grade} of {7}", "no JSON object with grade"),
-        ({}, "<think>Score: 3", "the reply has no score"),
-        ({}, "Score: 4/5", "the score is one of 5, and highest is 10"),
-        ({}, "Score: 7,5", "the reply has no score"),
+        ({}, "Well done!"),
+        ({"pattern": r"<(\d+)>"}, "Score: 7"),
+        *(({}, reply) for reply in ("Score: 87", "Score (0 to 10): 7", "<think>Score: 3", "Score: 4/5", "Score: 7,5")),
+        *((GRADE, reply) for reply in ('{"grade": 9} {"grade": 2, "grade": 7}', '{"grade": 7, "grade": 7}')),
+        *((GRADE, reply) for reply in ('{"grade": ' + "9" * 400 + "}", "[" * 100_000, '{"grade": [1]}')),
+        *((GRADE, f'{{"grade": {value}}}') for value in ("NaN", "true", "null", '"1_0"')),
+        *((GRADE, reply) for reply in ('<think>{"grade": 3}', "{grade} of {7}")),
     ],
+    ids=lambda value: str(value)[:40],
 )
-async def test_a_reply_without_a_score_is_asked_for_again(
-    time: Time, options: dict[str, Any], reply: str, message: str
-) -> None:
+async def test_a_reply_without_a_score_is_asked_for_again(time: Time, options: dict[str, Any], reply: str) -> None:
     async with judged(time, says(reply), tries=2, body={"temperature": 0.5}, **options) as (server, judge):
-        with golden.raises(RewardError, match=f"2 tries.*{message}"):
+        with golden.raises(RewardError, match="2 tries"):
             await judge(SAMPLE)
         assert len(server.asked) == 2
 
@@ -167,14 +157,6 @@ async def test_a_status_that_may_pass_is_tried_again(status: int, time: Time) ->
     async with judged(time, answer(status, b"wait"), says("score 1")) as (server, judge):
         assert await judge(SAMPLE) == 0.1
     assert (len(server.asked), time.slept) == (2, [0.5])
-
-
-@pytest.mark.parametrize("status", [400, 401, 404, 409, 426, 499])
-async def test_a_status_that_stays_is_the_end(status: int, time: Time) -> None:
-    async with judged(time, answer(status, b"no"), says("score 1")) as (server, judge):
-        with golden.raises(RewardError, match=f"HTTP {status}"):
-            await judge(SAMPLE)
-    assert (len(server.asked), time.slept) == (1, [])
 
 
 async def test_pauses_are_bounded_and_none_follows_the_last_try(time: Time) -> None:
@@ -207,7 +189,7 @@ async def test_a_pause_that_is_too_long_is_not_waited_for(time: Time) -> None:
     assert time.slept == []
 
 
-@pytest.mark.parametrize("status", [301, 400, 401, 404])
+@pytest.mark.parametrize("status", [301, 400, 401, 404, 409, 426, 499])
 async def test_a_refusal_is_not_asked_for_again_and_keeps_the_key_secret(
     time: Time, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +198,7 @@ async def test_a_refusal_is_not_asked_for_again_and_keeps_the_key_secret(
     async with judged(time, refusal, key_variable="KEY_OF_THE_JUDGE") as (server, judge):
         with golden.raises(RewardError, match=rf"v1/chat/completions.*HTTP {status}: 'what is \*\*\*\?'"):
             await judge(SAMPLE)
-        assert len(server.asked) == 1
+        assert (len(server.asked), time.slept) == (1, [])
 
 
 async def test_megabytes_are_not_read(time: Time) -> None:
@@ -263,6 +245,21 @@ async def test_the_rate_and_the_calls_in_flight_are_limited(time: Time) -> None:
     assert server.most == 3
     assert time.now >= 100.0 + 7 * 0.5
     assert set(time.slept) == {0.5}
+
+
+async def test_calls_begin_evenly_spaced_and_after_the_longest_pause(time: Time) -> None:
+    async def begun(limits: CallLimits) -> float:
+        async with limits.call():
+            return time.now
+
+    spaced = CallLimits(8, 4.0, lambda: time.now, time.sleep)
+    assert [await begun(spaced) for _ in range(4)] == [100.0, 100.25, 100.5, 100.75]
+    time.now = 200.0
+    assert [await begun(spaced), await begun(spaced)] == [200.0, 200.25]
+    paused = CallLimits(8, 0.0, lambda: time.now, time.sleep)
+    paused.pause(20.0)
+    paused.pause(5.0)
+    assert [await begun(paused), await begun(paused)] == [220.25, 220.25]
 
 
 async def test_the_same_question_is_asked_once(time: Time) -> None:
@@ -317,33 +314,28 @@ URL = "http://127.0.0.1:1/v1"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"model": "m"}, "judge needs the option url"),
-        ({"url": "localhost:8000", "model": "m"}, "url is 'localhost:8000'; write the base of the API, as http://"),
-        ({"url": "http://me:secret@host/v1", "model": "m"}, "url has a password in it"),
-        (
-            {"url": URL, "model": "m", "key_variable": "NO_SUCH_KEY"},
-            "variable NO_SUCH_KEY, .* is not set",
-        ),
-        ({"url": URL, "model": "m", "key_variable": "ASYNCRL_KEY"}, "get no variables that begin with ASYNCRL_"),
-        ({"url": URL, "model": "m", "patern": "x"}, "judge has no option patern; did you mean pattern"),
-        ({"url": URL, "model": "m", "pattern": "("}, "is no regular expression"),
-        ({"url": URL, "model": "m", "pattern": "x", "json_field": "y"}, "two ways to find the score"),
-        ({"url": URL, "model": "m", "lowest": 10}, r"lowest \(10\) must be under highest \(10\)"),
-        ({"url": URL, "model": "m", "tries": 0}, "tries is 0; it must be over 0"),
-        ({"url": URL, "model": "m", "cache": -1}, "cache is -1"),
-        (
-            {"url": URL, "model": "m", "per_second": 0.1},
-            r"per_second = 0\.1 is one call in 10 s, and reward\.deadline leaves 9 s",
-        ),
-        ({"url": URL, "model": "m", "deadline": 11.0}, r"options.deadline = 11, over the deadline of 10 s"),
+        {"url": None},
+        {"url": "localhost:8000"},
+        {"url": "http://me:secret@host/v1"},
+        {"key_variable": "NO_SUCH_KEY"},
+        {"key_variable": "ASYNCRL_KEY"},
+        {"patern": "x"},
+        {"pattern": "("},
+        {"pattern": "x", "json_field": "y"},
+        {"lowest": 10},
+        {"tries": 0},
+        {"cache": -1},
+        {"per_second": 0.1},
+        {"deadline": 11.0},
     ],
 )
-def test_mistakes_are_found_before_the_run(options: dict[str, Any], message: str) -> None:
-    (problem,) = function_problems(_config(options))
+def test_mistakes_are_found_before_the_run(options: dict[str, Any]) -> None:
+    given = {name: value for name, value in {"url": URL, "model": "m", **options}.items() if value is not None}
+    (problem,) = function_problems(_config(given))
     assert problem.key == "reward.functions"
-    assert re.search(message, problem.text)
+    golden.says(problem.text)
 
 
 def test_the_deadline_is_that_of_the_rewards() -> None:

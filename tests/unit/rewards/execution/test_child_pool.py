@@ -11,6 +11,7 @@ from asyncrl.children.printed_output import BLOCK, LARGEST
 from asyncrl.errors import ConfigError, DeadlineExceeded
 from asyncrl.rewards.sample import FunctionResult
 from tests import golden
+from tests.processes import alive, gone
 from tests.unit.rewards.execution.pools import MakePool, pool_of_file, pools, sample
 
 FUNCTIONS = r"""
@@ -45,9 +46,6 @@ def hangs(sample):
 def backtracks(sample):
     return float(re.fullmatch(r"(a+)+b", "a" * 40) is not None)
 
-def crashes(sample):
-    os._exit(7)
-
 def crashes_at_times(sample):
     if sample.text == "crash":
         os._exit(7)
@@ -77,9 +75,6 @@ def leaves(sample):
 def pid(sample):
     return os.getpid()
 
-def rank(samples):
-    return [sample.member for sample in samples]
-
 meeting = 0
 
 async def meets(sample):
@@ -105,18 +100,6 @@ async def blocks(sample):
 @pytest.fixture
 def pool(tmp_path: Path) -> MakePool:
     return pools(FUNCTIONS, tmp_path)
-
-
-async def test_a_function_runs_in_another_process(pool: MakePool) -> None:
-    async with pool("length", "pid") as running:
-        assert await running.run(0, [sample("four")]) == [FunctionResult(4.0)]
-        (result,) = await running.run(1, [sample()])
-        assert result.value != os.getpid()
-
-
-async def test_a_group_function_answers_for_each_member(pool: MakePool) -> None:
-    async with pool("rank", group=True) as running:
-        assert await running.run(0, [sample(member=2), sample(member=5)]) == [FunctionResult(2.0), FunctionResult(5.0)]
 
 
 async def test_what_user_code_prints_or_reads_does_not_touch_the_messages(pool: MakePool, tmp_path: Path) -> None:
@@ -157,24 +140,10 @@ async def test_an_exception_is_reported_with_its_traceback_and_costs_no_child(po
         assert await running.run(1, [sample()]) == before
 
 
-async def test_a_hang_is_killed_at_the_deadline_and_the_child_replaced(pool: MakePool) -> None:
-    async with pool("hangs", "pid", deadline=0.5) as running:
-        before = await running.run(1, [sample()])
-        assert await running.run(0, [sample("hang")]) == [FunctionResult(reason="it hung: no answer within 0.5 s")]
-        assert await running.run(0, [sample()]) == [FunctionResult(1.0)]
-        assert await running.run(1, [sample()]) != before
-
-
 async def test_a_hang_that_holds_the_interpreter_is_killed_too(pool: MakePool) -> None:
     async with pool("backtracks", deadline=0.5) as running:
         (result,) = await running.run(0, [sample()])
         assert result.reason.startswith("it hung")
-
-
-async def test_a_crash_is_reported_and_the_child_replaced(pool: MakePool) -> None:
-    async with pool("crashes", "length") as running:
-        assert await running.run(0, [sample()]) == [FunctionResult(reason="its process ended with status 7")]
-        assert await running.run(1, [sample("four")]) == [FunctionResult(4.0)]
 
 
 async def test_many_samples_go_over_in_one_message_and_are_judged_one_by_one(pool: MakePool) -> None:
@@ -235,19 +204,6 @@ async def test_calls_that_run_when_the_pool_is_stopped_end_and_start_no_process(
     assert [result.value for result in hung.result()] == [None, None]
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-async def gone(*pids: int) -> None:
-    async with asyncio.timeout(60):
-        while any(alive(pid) for pid in pids):
-            await asyncio.to_thread(os.sched_yield)
-
-
 @pytest.mark.parametrize(("text", "said"), [("hang", "it hung"), ("crash", "status 7")])
 async def test_what_a_function_started_ends_with_its_process(
     pool: MakePool, tmp_path: Path, text: str, said: str
@@ -298,31 +254,23 @@ async def test_the_call_of_a_cancelled_caller_is_not_blamed_on_the_next(pool: Ma
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("lenght", "has no lenght; did you mean length"), ("FUNCTIONS", "has no FUNCTIONS")]
+    ("source", "error", "said"),
+    [
+        ("def g(sample): ...", ConfigError, "has no f; did you mean g"),
+        ("f = 3", ConfigError, "f is not a function"),
+        ("import no_such_module_here", ConfigError, "mine.py.*line 1"),
+        ("import threading\nthreading.Event().wait()", DeadlineExceeded, "mine.py:f could not be loaded within 2 s"),
+    ],
 )
-async def test_a_function_that_is_not_there_is_a_config_error_at_start(pool: MakePool, name: str, said: str) -> None:
-    with pytest.raises(ExceptionGroup) as raised:
-        async with pool(name):
-            pass
-    assert raised.group_contains(ConfigError, match=said)
-
-
-async def test_a_file_that_does_not_run_is_a_config_error_with_its_traceback(tmp_path: Path) -> None:
-    file = tmp_path / "broken.py"
-    file.write_text("import no_such_module_here\n")
+async def test_what_cannot_be_loaded_is_an_error_at_the_start(
+    tmp_path: Path, source: str, error: type[Exception], said: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
     with pytest.raises(ExceptionGroup) as raised:
         async with asyncio.TaskGroup() as tasks:
-            await pool_of_file(file, tasks).start()
-    assert raised.group_contains(ConfigError, match="broken.py.*line 1")
-
-
-async def test_loading_has_a_deadline(tmp_path: Path) -> None:
-    file = tmp_path / "slow.py"
-    file.write_text("import threading\nthreading.Event().wait()")
-    with pytest.raises(ExceptionGroup) as raised:
-        async with asyncio.TaskGroup() as tasks:
-            await pool_of_file(file, tasks, start=2.0).start()
-    assert raised.group_contains(DeadlineExceeded, match="slow.py:f could not be loaded within 2 s")
+            await pool_of_file(file, tasks, start=2.0 if error is DeadlineExceeded else 60.0).start()
+    assert raised.group_contains(error, match=said)
 
 
 PARENT = """
@@ -359,4 +307,4 @@ async def test_what_a_function_started_ends_with_a_reward_worker_that_was_killed
     finally:
         parent.kill()
         await parent.wait()
-    await gone(*started)
+    await gone(started)

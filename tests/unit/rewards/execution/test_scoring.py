@@ -18,15 +18,13 @@ SPECS = [FunctionSpec("exact_match", "match", weight=2.0), FunctionSpec("my.py:s
 BROKEN = [FunctionResult(1.0), FunctionResult(reason="it raised KeyError: 'x'", traceback="Traceback ...\n")]
 
 
-def test_the_weighted_sum_with_each_functions_own_value() -> None:
-    assert score_of(SAMPLE, SPECS, [FunctionResult(1.0), FunctionResult(-1.0)], "fail") == Score(
-        1.5, {"match": 1.0, "shape": -1.0}
-    )
-
-
-def test_named_terms_are_summed() -> None:
-    score = score_of(SAMPLE, SPECS, [FunctionResult(1.0), FunctionResult({"a": 1.0, "b": 3.0})], "fail")
-    assert score == Score(4.0, {"match": 1.0, "shape/a": 1.0, "shape/b": 3.0})
+def test_the_weighted_sum_with_each_functions_own_values() -> None:
+    for given, reward, terms in (
+        (-1.0, 1.5, {"shape": -1.0}),
+        ({"a": 1.0, "b": 3.0}, 4.0, {"shape/a": 1.0, "shape/b": 3.0}),
+    ):
+        found = score_of(SAMPLE, SPECS, [FunctionResult(1.0), FunctionResult(given)], "fail")
+        assert found == Score(reward, {"match": 1.0, **terms})
 
 
 def test_fail_names_function_sample_and_traceback() -> None:

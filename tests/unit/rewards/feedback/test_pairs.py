@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from asyncrl.rewards.feedback.pairs import MOST_ANSWERS, ComparedPrompt, compared_prompts, split
+from asyncrl.rewards.feedback.pairs import MOST_ANSWERS, ComparedPrompt, RatableAnswer, compared_prompts, split
 
 SEEN = {"sample": "n", "finish": "stop", "tokens": [1, 2]}
 
@@ -56,3 +56,19 @@ def test_prompts_are_divided_and_held_out_ones_decide_something() -> None:
     assert all(each.decided for each in held_out)
     assert {each.prompt for each in learnt}.isdisjoint(each.prompt for each in held_out)
     assert split(prompts, 0.2, 1) == (learnt, held_out) != split(prompts, 0.2, 2)
+
+
+def test_an_answer_is_named_by_all_that_a_person_reads() -> None:
+    said = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "and then?"}]
+    same = [RatableAnswer(3, 0, "hi", "hello", list(said)) for _ in range(2)]
+    others = [
+        RatableAnswer(3, 0, "hi", "hello"),
+        RatableAnswer(3, 0, "hi", "bye"),
+        RatableAnswer(3, 0, "hi!", "hello"),
+        RatableAnswer(3, 1, "hi", "hello"),
+        RatableAnswer(4, 0, "hi", "hello"),
+        RatableAnswer(3, 0, "hi", "hello", said[:1]),
+        same[0],
+    ]
+    assert same[0].id == same[1].id
+    assert len({each.id for each in others}) == len(others)

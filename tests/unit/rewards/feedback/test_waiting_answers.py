@@ -177,9 +177,12 @@ async def test_an_answer_that_is_too_old_to_train_waits_no_longer(opened: Opened
     await board.version_seen(5)
     assert await old is None
     assert await board.value(answer("older", 2), 3, SECONDS) is None
+    again = asyncio.ensure_future(board.value(answer("fresh", 1), 5, SECONDS))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
     assert [each.text for each in board.unanswered()] == ["fresh"]
     await board.rate(answer("fresh", 1).id, 1.0)
-    assert await fresh == 1.0
+    assert await fresh == await again == 1.0
 
 
 class SlowDisk:
@@ -196,34 +199,22 @@ class SlowDisk:
         await self._add(judgement)
 
 
-async def test_a_rating_that_is_being_written_counts_when_the_wait_runs_out(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("seconds", "seen"), [(0.05, 4), (SECONDS, 5)])
+async def test_a_rating_that_is_being_written_counts_when_the_wait_ends(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, seconds: float, seen: int
 ) -> None:
+    """It runs out, or a newer version is seen."""
     board = await opened()
     disk = SlowDisk(board, monkeypatch)
-    wait = asyncio.ensure_future(board.value(answer(), FOREVER, 0.05))
+    wait = asyncio.ensure_future(board.value(answer(), 4, seconds))
     await asyncio.sleep(0)
     rating = asyncio.ensure_future(board.rate(answer().id, 0.75))
     await disk.began.wait()
-    await asyncio.wait([wait], timeout=0.1)  # The wait runs out, and a rating is on its way.
+    newer = asyncio.ensure_future(board.version_seen(seen))
+    await asyncio.wait([wait, newer], timeout=0.1)
     disk.ended.set()
     assert (await wait, (await rating).late, board.file.late) == (0.75, False, 0)
-
-
-async def test_a_rating_that_is_being_written_counts_when_a_newer_version_is_seen(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    board = await opened()
-    disk = SlowDisk(board, monkeypatch)
-    wait = asyncio.ensure_future(board.value(answer(), 4, SECONDS))
-    await asyncio.sleep(0)
-    rating = asyncio.ensure_future(board.rate(answer().id, 0.75))
-    await disk.began.wait()
-    seen = asyncio.ensure_future(board.version_seen(5))
-    await asyncio.wait([wait, seen], timeout=0.1)
-    disk.ended.set()
-    assert (await wait, (await rating).late, board.file.late) == (0.75, False, 0)
-    await seen
+    await newer
 
 
 async def test_ratings_answer_their_samples_after_a_restart(opened: Opened, tmp_path: Path) -> None:
@@ -347,36 +338,18 @@ async def test_an_answer_without_another_to_compare_it_with_waits_no_longer(open
     assert (board.rated, board.unrated) == (2, 2)
 
 
-async def test_the_last_answer_of_a_group_has_none_to_be_compared_with(opened: Opened) -> None:
-    board = await opened()
-    board.members = 2
-    assert await board.value(answer("a"), FOREVER, 0) is None
-    assert await board.value(answer("b", 1), FOREVER, SECONDS) is None
-    assert board.waiting == 0
-
-
 async def test_an_answer_waits_for_others_of_its_attempt_and_of_its_group(opened: Opened) -> None:
     board = await opened()
     board.members = 2
     assert await board.value(answer("a", group=4), FOREVER, 0) is None
     assert await board.value(answer("a"), FOREVER, 0) is None
+    assert await board.value(answer("b", 1), FOREVER, SECONDS) is None, "the last one has none to be compared with"
     waiting = asyncio.ensure_future(board.value(answer("b", 1), FOREVER, SECONDS, attempt=1))
     while not board.waiting:
         assert not waiting.done(), "the other one is sampled again in the new attempt"
         await asyncio.sleep(0)
     assert await board.value(answer("c"), FOREVER, 0, attempt=1) is None
     assert await waiting is None
-
-
-async def test_an_answer_waits_while_the_newest_version_may_train_on_it(opened: Opened) -> None:
-    board = await opened()
-    await board.version_seen(5)
-    waiting = asyncio.ensure_future(board.value(answer(), 5, SECONDS))
-    while not board.waiting:
-        assert not waiting.done(), "nobody was asked"
-        await asyncio.sleep(0)
-    await board.rate(answer().id, 0.25)
-    assert await waiting == 0.25
 
 
 async def test_an_answer_waits_until_the_last_call_for_it_ends(opened: Opened) -> None:
