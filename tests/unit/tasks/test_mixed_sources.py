@@ -80,11 +80,6 @@ def test_a_row_of_a_mixture_is_named_by_its_source(two: tuple[str, str], tmp_pat
         training_prompts(mixed(two))
 
 
-def test_without_shuffling_rows_come_in_their_order(two: tuple[str, str]) -> None:
-    draw = Draw(training_prompts(mixed(two)), seed=3, shuffle=False)
-    assert [draw(group).prompt for group in (0, 1, 7, 8)] == ["e0", "e1", "h4", "e0"]
-
-
 def test_columns_are_found_under_other_names_and_inside_others(tmp_path: Path) -> None:
     row = {"question": "How many?", "reward_model": {"ground_truth": "72"}, "a.b": "dotted"}
     source = write(tmp_path / "rows.jsonl", row)
