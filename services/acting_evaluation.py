@@ -11,7 +11,7 @@ from functools import partial
 from safetensors.torch import load_file
 
 from asyncrl.engines.acting.acting_trainer import WEIGHTS
-from asyncrl.engines.acting.episodes.episode_player import LOST, EpisodePlayer, PlayedEpisode
+from asyncrl.engines.acting.episode_player import LOST, EpisodePlayer, PlayedEpisode
 from asyncrl.engines.acting.stepping.answers import Floats
 from asyncrl.engines.acting.stepping.picture_child import EpisodePictures
 from asyncrl.errors import ConfigError, PeerLost

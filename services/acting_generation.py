@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from asyncrl.concurrency import next_items
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.sections.task_config import ActingConfig
-from asyncrl.engines.acting.acting_loop import ActingLoop, Recording
-from asyncrl.engines.acting.acting_policy import NO_WEIGHTS, ActingPolicy
+from asyncrl.engines.acting.acting_loop import NO_WEIGHTS, ActingLoop, ActingPolicy, Recording
 from asyncrl.engines.acting.networks import performed
 from asyncrl.engines.acting.stepping.spaces import Spaces, read_spaces
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments

@@ -20,10 +20,10 @@ KEY = "environment.use"
 TOOLS = "tools"
 MCP = "mcp"
 BUILTIN = {
-    "calculator": "asyncrl.environments.builtin.calculator:Calculator",
-    "dialogue": "asyncrl.environments.builtin.dialogue:Dialogue",
-    "guess": "asyncrl.environments.builtin.guess:Guess",
-    "repair": "asyncrl.environments.builtin.program_repair:ProgramRepair",
+    "calculator": "asyncrl.environments.games:Calculator",
+    "dialogue": "asyncrl.environments.games:Dialogue",
+    "guess": "asyncrl.environments.games:Guess",
+    "repair": "asyncrl.environments.program_repair:ProgramRepair",
     TOOLS: "asyncrl.environments.tools.tool_environment:ToolEnvironment",
 }
 OF_PROGRAMS = ("repair",)
@@ -39,7 +39,7 @@ ADAPTERS = {
     MCP: "asyncrl.environments.adapters.mcp_tools:McpTools",
     "openenv": "asyncrl.environments.adapters.openenv_client:OpenEnvClient",
     "textarena": "asyncrl.environments.adapters.textarena_game:TextArenaGame",
-    "verifiers": "asyncrl.environments.agents.verifiers_taskset:VerifiersTaskset",
+    "verifiers": "asyncrl.environments.agents.agent:VerifiersTaskset",
 }
 """Environments of other packages, written `gymnasium:ID`: the class that plays them takes the ID first."""
 

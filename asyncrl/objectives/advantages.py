@@ -1,5 +1,5 @@
-"""Advantage estimators in float64: for the samples of one batch, when it is cut; for the tokens of one answer (GAE);
-and those of rewards under a cost limit, with the price of costs."""
+"""Advantage estimators in float64: for the samples of one batch, when it is cut; for the tokens of one answer
+and the transitions of an environment (GAE); and those of rewards under a cost limit, with the price of costs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -199,12 +199,31 @@ def generalized_advantages(rewards: Floats, values: Floats, gamma: float, gae_la
     Source: GAE (arXiv 1506.02438, eq. 16). An answer is an episode: the value after its last token is 0, even if the
     answer was truncated. rewards, values: float64 [tokens]; values[t] is the value before token t is sampled.
     """
-    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    never = np.zeros(len(rewards), np.bool_)
+    return trajectory_advantages(rewards, values, np.append(values[1:], 0.0), never, never, gamma, gae_lambda)
+
+
+def trajectory_advantages(
+    rewards: Floats,
+    values: Floats,
+    next_values: Floats,
+    terminated: NDArray[np.bool_],
+    ended: NDArray[np.bool_],
+    gamma: float,
+    gae_lambda: float,
+) -> Floats:
+    """Computes A_t = delta_t + gamma lambda (1 - ended_t) A_(t+1), delta_t = r_t + gamma (1 - terminated_t) V'_t - V_t.
+
+    Source: GAE (arXiv 1506.02438, eq. 16), cut where an episode ends; an episode that a time limit ended keeps the
+    value of its last state (arXiv 1712.00378), as does the piece of an episode at the end of the array. All arrays are
+    [transitions] of one environment, in order. next_values: V' of the state that the transition led to, before a reset.
+    """
+    deltas = rewards + gamma * np.where(terminated, 0.0, next_values) - values
     advantages = np.zeros_like(deltas)
     following = 0.0
-    for token in reversed(range(len(deltas))):
-        following = deltas[token] + gamma * gae_lambda * following
-        advantages[token] = following
+    for step in reversed(range(len(deltas))):
+        following = deltas[step] + (0.0 if ended[step] else gamma * gae_lambda * following)
+        advantages[step] = following
     return advantages
 
 

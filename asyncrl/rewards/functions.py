@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,18 +72,7 @@ def function_specs(config: "Config", service: "Scorer" = "reward") -> list[Funct
         return [FunctionSpec(ENVIRONMENT, ENVIRONMENT, key=key), *overlong_specs(config)]
     if not section.functions and not section.model and not (service == "reward" and config.feedback.asks):
         raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
-    specs = [
-        FunctionSpec(
-            each.use,
-            each.term,
-            each.weight,
-            each.group,
-            _options(each, section.deadline, config),
-            key,
-            by_token=each.by_token,
-        )
-        for each in section.functions
-    ]
+    specs = [replace(_spec(each, section.deadline, config, key), by_token=each.by_token) for each in section.functions]
     if by_token := [spec.use for spec in specs if spec.by_token and service == "cost"]:
         raise ConfigError(f"{key}: a cost belongs to a whole sample; remove by_token = true from {by_token[0]}")
     return specs + (overlong_specs(config) if service == "reward" else [])
@@ -92,20 +81,15 @@ def function_specs(config: "Config", service: "Scorer" = "reward") -> list[Funct
 def held_out_specs(config: "Config") -> dict[str, list[FunctionSpec]]:
     """Returns the specs of the held-out sets that have functions of their own, by set."""
     return {
-        each.name: [
-            FunctionSpec(
-                one.use,
-                one.term,
-                one.weight,
-                one.group,
-                _options(one, config.reward.deadline, config),
-                f"{each.section}.functions",
-            )
-            for one in each.functions
-        ]
+        each.name: [_spec(one, config.reward.deadline, config, f"{each.section}.functions") for one in each.functions]
         for each in config.evaluate.held_out
         if each.functions
     }
+
+
+def _spec(one: "RewardFunction", deadline: float, config: "Config", key: str) -> FunctionSpec:
+    options = _options(one, deadline, config)
+    return FunctionSpec(one.use, one.term, one.weight, one.group, options, key)
 
 
 def _options(function: "RewardFunction", deadline: float, config: "Config") -> dict[str, Any]:

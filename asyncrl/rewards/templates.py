@@ -21,8 +21,8 @@ from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError, RewardError, TaskError
 from asyncrl.protocols.answer_text import PAIRS, composed, folded
 from asyncrl.protocols.batch import NO_ROOM
-from asyncrl.rewards.expressions import letter, unit
 from asyncrl.rewards.number_parser import last_number
+from asyncrl.rewards.package_scores import letter, unit
 from asyncrl.rewards.remote_judge import RemoteJudge
 from asyncrl.rewards.sample import OfRow, OfSample, RowError, Sample, UnjudgedError
 
@@ -329,29 +329,20 @@ PENALTIES = (length.__name__, repetition.__name__)
 JUDGE_TEMPLATE = "judge"
 """Name of the template that asks a language model behind a URL."""
 
-IN_SANDBOX = "sandbox for programs"
-CHILD = "child of asyncrl's own code"
-OF_TEXT: dict[Callable[..., OfSample], tuple[str, str]] = {
-    exact_match: ("Python's string methods", CHILD),
-    regex_format: ("Python's `re`, with the pattern of the config", CHILD),
-    numeric: ("asyncrl's number parser, on `re`", CHILD),
-    math_verify: ("math-verify, latex2sympy2_extended, antlr4, sympy (evaluate)", IN_SANDBOX),
-    length: ("Python's string methods", CHILD),
-    repetition: ("Python's string methods", CHILD),
-    reasoning_gym: ("reasoning-gym, sympy (evaluate)", IN_SANDBOX),
-    environment: ("nobody: it sums numbers", CHILD),
-}
-OF_CODE: dict[Callable[..., OfSample], tuple[str, str]] = {
-    compiles: ("Python's compiler", IN_SANDBOX),
-    passes_tests: ("Python, which runs it", IN_SANDBOX),
-    lint: ("Python's compiler, `ast`, `symtable`, `tokenize`", IN_SANDBOX),
-}
-"""Templates with the packages that parse an answer, and where; `IN_SANDBOX` may evaluate it. Those for programs find
-the code in it by `re`."""
+OF_TEXT: tuple[Callable[..., OfSample], ...] = (
+    exact_match,
+    regex_format,
+    numeric,
+    math_verify,
+    length,
+    repetition,
+    reasoning_gym,
+    environment,
+)
+OF_CODE: tuple[Callable[..., OfSample], ...] = (compiles, passes_tests, lint)
 CODE_TEMPLATES = {made.__name__: made for made in OF_CODE}
 TEMPLATES = {made.__name__: made for made in OF_TEXT} | CODE_TEMPLATES | {JUDGE_TEMPLATE: RemoteJudge}
-READERS = {made.__name__: read for made, read in (OF_TEXT | OF_CODE).items()}
-READERS[JUDGE_TEMPLATE] = ("`json`, to send it; the judge's own answer is read as JSON and by `re`", CHILD)
+"""Templates by name. What parses an answer for each, and where, is a table of SECURITY.md."""
 
 
 def _column(row: Row, name: str) -> Any:

@@ -460,12 +460,12 @@ def _parquet(path: Path) -> Rows:
 READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, PARQUET: _parquet}
 
 
-def optional_module(module: str, extra: str) -> ModuleType:
-    """Imports a module of an extra; raises TaskError with the command that installs it."""
+def optional_module(module: str, extra: str, where: str = "task.prompts: ") -> ModuleType:
+    """Imports a module of an extra; raises TaskError, which begins with `where`, with the command that installs it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         missing = module.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != missing:
             raise
-        raise TaskError(f"task.prompts: {missing} is not installed; run: {install_extra(extra)}") from None
+        raise TaskError(f"{where}{missing} is not installed; run: {install_extra(extra)}") from None

@@ -14,10 +14,9 @@ from asyncrl.environments.loading import OF_PROGRAMS
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.rewards.functions import row_checks
 from asyncrl.rewards.sample import CheckRow, RowError
-from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts, checked_rows
+from asyncrl.tasks.prompt_sources import CURRICULUM, held_out_prompts, pretraining_rows, training_prompts
 from asyncrl.tasks.prompt_sources import SOURCE as HUMAN_EVAL
-from asyncrl.tasks.prompt_sources import held_out_prompts, pretraining_rows, training_prompts
 from asyncrl.tasks.row_files import PARQUET, files_of_folder
 from asyncrl.tasks.stored_samples import read_stored_samples
 

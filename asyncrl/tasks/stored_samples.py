@@ -13,7 +13,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.install_hints import install_extra
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_rows import Row
+from asyncrl.tasks.row_files import optional_module
 from asyncrl.telemetry.samples_file import SampleRecord
 
 ColumnNames = Literal["asyncrl", "verl"]
@@ -45,8 +44,8 @@ def write_samples(
     """Writes one row for each sample; returns the columns that were written as JSON, because their values differ in
     type. run: its name. row_of: returns the row of a group's prompt, None where it is unknown. The file appears at
     once. Raises TaskError without pyarrow, and OSError."""
-    arrow = _pyarrow("pyarrow")
-    parquet = _pyarrow("pyarrow.parquet")
+    arrow = optional_module("pyarrow", "parquet", "")
+    parquet = optional_module("pyarrow.parquet", "parquet", "")
     make = _verl_row if names == "verl" else _own_row
     rows = [make(run, record, _checked(row_of(record.group), record)) for record in records]
     columns, as_json = _arrays(arrow, rows)
@@ -184,8 +183,8 @@ class StoredSamples:
 def read_stored_samples(path: Path, members: int) -> StoredSamples:
     """Reads the samples of a file. members: samples that each group must have. Raises TaskError for a file that lacks a
     column, has episodes, or has a group with fewer samples."""
-    arrow = _pyarrow("pyarrow")
-    parquet = _pyarrow("pyarrow.parquet")
+    arrow = optional_module("pyarrow", "parquet", "")
+    parquet = optional_module("pyarrow.parquet", "parquet", "")
     key = "generation.stored_samples"
     if not path.is_file():
         raise TaskError(f"{key}: there is no file {path}")
@@ -226,12 +225,3 @@ def _stored(row: Mapping[str, Any], path: Path) -> StoredSample:
         )
     text = row["completion"] if isinstance(row["completion"], str) else row["completion"][-1]["content"]
     return StoredSample(prompt, tokens, logprobs, row["finish"], text)
-
-
-def _pyarrow(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "pyarrow":
-            raise
-        raise TaskError(f"pyarrow is not installed; run: {install_extra('parquet')}") from None

@@ -17,8 +17,8 @@ from typing import Any
 
 from asyncrl.bench.measurements import MachineLoad, RoundValues, at_least, in_turn, number, ratios, table
 from asyncrl.concurrency import gather
-from asyncrl.environments.builtin.guess import Guess
 from asyncrl.environments.episode_pool import EpisodePool, Play
+from asyncrl.environments.games import Guess
 from asyncrl.environments.loading import EnvironmentSpec
 from asyncrl.protocols.prompt_row import PromptRow
 

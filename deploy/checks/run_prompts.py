@@ -28,8 +28,6 @@ from asyncrl.engines.models.warmed_model_cache import CONTEXT, MERGE, MOST_PIXEL
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.chat_messages import Messages, ends_with_answer
-from asyncrl.tasks.curriculum import KEY as CURRICULUM
-from asyncrl.tasks.curriculum import CurriculumDraw
 from asyncrl.tasks.pictures import has_pictures, is_picture, picture_files, with_pictures_read
 from asyncrl.tasks.prompt_lengths import (
     LOOKED_AT,
@@ -40,7 +38,7 @@ from asyncrl.tasks.prompt_lengths import (
     write_longest,
 )
 from asyncrl.tasks.prompt_rows import PromptRows
-from asyncrl.tasks.prompt_sources import function_named
+from asyncrl.tasks.prompt_sources import CURRICULUM, CurriculumDraw, function_named
 from asyncrl.tasks.reward_trial import try_rewards
 from asyncrl.tasks.row_files import Rows
 from asyncrl.tasks.source_problems import check_rows, is_read_ahead

@@ -19,8 +19,8 @@ from asyncrl.engines.acting.learner import Learner
 from asyncrl.engines.acting.networks import ActionDistribution, StateValues
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.transitions import TransitionRow, joined
+from asyncrl.objectives.advantages import trajectory_advantages
 from asyncrl.objectives.losses import clipped_loss, explained_variance, log_ratio, value_loss
-from asyncrl.objectives.trajectory_advantages import trajectory_advantages
 
 OF_UPDATES = ("loss/policy", "critic/loss", "loss/entropy", "policy/ratio_mean", "policy/ratio_max", "policy/clip_frac")
 """Metrics that each update adds to, in this order."""

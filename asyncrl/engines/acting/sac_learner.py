@@ -17,7 +17,7 @@ from asyncrl.engines.acting.learner import Learner
 from asyncrl.engines.acting.networks import TwinCritics
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.transitions import TransitionRow
-from asyncrl.objectives.soft_actor_critic import actor_loss, critics_loss, move_towards, soft_targets, temperature_loss
+from asyncrl.objectives.losses import actor_loss, critics_loss, move_towards, soft_targets, temperature_loss
 
 # The replay of SAC: the newest transitions up to a bound, drawn uniformly or by priority, and saved in checkpoints.
 

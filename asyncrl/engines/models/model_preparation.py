@@ -224,7 +224,7 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
     damaged, OSError when the disk is full, and DeadlineExceeded when making the model took over `deadline` seconds.
     """
     if config.acting.env:
-        from asyncrl.engines.acting.preparation import prepare_spaces
+        from asyncrl.engines.acting.stepping.stepped_environments import prepare_spaces
 
         return await prepare_spaces(config, target, show)
     name = config.model.name

@@ -12,6 +12,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.children.containment import Containment, exit_status
@@ -235,3 +236,24 @@ def _filled(word: str, values: Mapping[str, Any]) -> str:
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
     return COLUMN.sub(value, word)
+
+
+VERIFIERS_PROGRAM = Path(__file__).with_name("verifiers_rollout.py")
+
+
+class VerifiersTaskset(Agent):
+    """Plays the task number `index`, a column of the row, of a task set for one agent without tools. id: its module.
+    python: the interpreter that has verifiers, which need not be the one of asyncrl. The reward is that of verifiers.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        python: str = "",
+        variables: Mapping[str, str] | None = None,
+        containment: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not id:
+            raise ConfigError('environment.use is "verifiers:" and a task set, such as "verifiers:gsm8k-v1"')
+        command = [python or sys.executable, "-P", str(VERIFIERS_PROGRAM), id, "{index}"]
+        super().__init__(shlex.join(command), variables, reward="last_line", containment=containment)

@@ -18,39 +18,13 @@ from asyncrl.environments.transcript import SampledAnswer
 
 
 READ = (
-    "messages",
-    "model",
-    "tools",
-    "tool_choice",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "top_logprobs",
-    "stop",
-    "n",
-    "response_format",
-    "modalities",
+    *("messages", "model", "tools", "tool_choice", "stream", "stream_options", "logprobs", "top_logprobs", "stop", "n"),
+    *("response_format", "modalities"),
 )
 SET_BY_EXPERIMENT = (
-    "temperature",
-    "top_p",
-    "max_tokens",
-    "max_completion_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "seed",
-    "reasoning_effort",
-    "verbosity",
-    "parallel_tool_calls",
-    "prediction",
-    "service_tier",
-    "store",
-    "metadata",
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
+    *("temperature", "top_p", "max_tokens", "max_completion_tokens", "frequency_penalty", "presence_penalty"),
+    *("logit_bias", "seed", "reasoning_effort", "verbosity", "parallel_tool_calls", "prediction", "service_tier"),
+    *("store", "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 )
 """Parameters that are taken and have no effect: the experiment says how the policy samples."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -274,12 +248,17 @@ class ChatAnswer:
     @property
     def message(self) -> Message:
         """Returns the message as `read_request` reads it when an agent sends it back."""
-        calls = [
-            {"id": self.call_id(number), "type": "function", "function": {"name": each.name, "arguments": arguments}}
-            for number, each in enumerate(self.calls)
-            for arguments in [dict(each.arguments)]
-        ]
+        calls = [self._call(number, dict(each.arguments)) for number, each in enumerate(self.calls)]
         return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
+
+    @property
+    def written_calls(self) -> list[dict[str, Any]]:
+        """Returns the calls as responses have them: arguments are JSON."""
+        return [self._call(number, json.dumps(dict(each.arguments))) for number, each in enumerate(self.calls)]
+
+    def _call(self, number: int, arguments: Any) -> dict[str, Any]:
+        function = {"name": self.calls[number].name, "arguments": arguments}
+        return {"id": self.call_id(number), "type": "function", "function": function}
 
     def call_id(self, number: int) -> str:
         """Returns the id of a call: nine letters and digits, as strict templates want, the same when an episode is
@@ -319,7 +298,7 @@ def completion(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
     """Returns the body of a response that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": refusal(request, answer)}
     if answer.calls:
-        message |= {"content": answer.content or None, "tool_calls": _calls(answer)}
+        message |= {"content": answer.content or None, "tool_calls": answer.written_calls}
     logprobs = _logprobs(answer) if request.logprobs else None
     choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": answer.finish}
     return {**_head(request, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
@@ -341,7 +320,7 @@ def chunks(request: ChatRequest, answer: ChatAnswer) -> Iterator[str]:
         known = None
     for number, piece in enumerate(pieces):
         yield event({"content": piece}, logprobs=known and {"content": [known["content"][number]], "refusal": None})
-    for number, call in enumerate(_calls(answer)):
+    for number, call in enumerate(answer.written_calls):
         yield event({"tool_calls": [{"index": number, **call}]})
     if said := refusal(request, answer):
         yield event({"refusal": said})
@@ -367,17 +346,6 @@ def _event(value: dict[str, Any]) -> str:
 
 def _head(request: ChatRequest, answer: ChatAnswer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.turn}", "object": kind, "created": answer.created, "model": request.model}
-
-
-def _calls(answer: ChatAnswer) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": answer.call_id(number),
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
-        }
-        for number, call in enumerate(answer.calls)
-    ]
 
 
 def _logprobs(answer: ChatAnswer) -> dict[str, Any] | None:

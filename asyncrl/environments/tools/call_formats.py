@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.user_code import suggestion
-from asyncrl.environments.tools import hermes, llama3, pythonic
+from asyncrl.environments.tools import json_calls, pythonic
 from asyncrl.environments.tools.parsed_calls import Reading, ToolCall, ToolCalls, parse
 from asyncrl.errors import ConfigError
 
@@ -23,8 +23,8 @@ class Form:
 
 
 FORMS: Mapping[str, Form] = {
-    "hermes": Form(hermes.read, hermes.render),
-    "llama3": Form(llama3.read, llama3.render),
+    "hermes": Form(json_calls.read_hermes, json_calls.render_hermes),
+    "llama3": Form(json_calls.read_llama3, json_calls.render_llama3),
     "pythonic": Form(pythonic.read, pythonic.render),
 }
 

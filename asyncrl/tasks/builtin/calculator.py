@@ -5,7 +5,7 @@ import random
 import zlib
 from typing import Any
 
-from asyncrl.environments.builtin.calculator import END, NO_RESULT, product
+from asyncrl.environments.games import END, NO_RESULT, product
 from asyncrl.tasks.builtin.words import ANSWER_END, Demonstrations
 
 ASKED = 0.4

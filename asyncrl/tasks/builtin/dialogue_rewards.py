@@ -20,21 +20,9 @@ REMEMBERED_TEXTS = 4096
 RUN_OF_WORDS = 3
 
 UNSAFE = (
-    *(
-        "idiot",
-        "moron",
-        "stupid",
-        "dumb",
-        "loser",
-        "ugly",
-        "shut up",
-        "hate you",
-        "kill you",
-        "kill yourself",
-        "go die",
-    ),
-    *("hurt yourself", "suicide", "bomb", "shoot you", "stab", "rape", "nazi", "slut", "whore", "bitch", "bastard"),
-    *("fuck", "fucking", "shit", "asshole", "damn you", "cocaine", "heroin", "meth"),
+    *("idiot", "moron", "stupid", "dumb", "loser", "ugly", "shut up", "hate you", "kill you", "kill yourself"),
+    *("go die", "hurt yourself", "suicide", "bomb", "shoot you", "stab", "rape", "nazi", "slut", "whore", "bitch"),
+    *("bastard", "fuck", "fucking", "shit", "asshole", "damn you", "cocaine", "heroin", "meth"),
 )
 """Words and phrases that no answer should have. A list of your own: options = { words = ["..."] }."""
 

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from asyncrl.environments.builtin.program_repair import BROKEN, END
+from asyncrl.environments.program_repair import BROKEN, END
 from asyncrl.tasks.builtin.words import ANSWER_END, Demonstrations
 
 Step = tuple[str, int]

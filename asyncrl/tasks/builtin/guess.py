@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from asyncrl.environments.builtin.guess import HIGHER, LOWER, NO_HINT, NUMBERS, hinted
+from asyncrl.environments.games import HIGHER, LOWER, NO_HINT, NUMBERS, hinted
 from asyncrl.tasks.builtin.words import ANSWER_END, Demonstrations
 
 PROMPT = "guess:"

@@ -10,7 +10,7 @@ import os
 import sys
 from urllib.parse import urlsplit
 
-from asyncrl.environments.builtin.guess import Guess
+from asyncrl.environments.games import Guess
 
 TURNS = 3
 SECONDS = 60.0

@@ -107,6 +107,6 @@ def test_a_reward_worker_reads_the_tokenizer_and_code_of_the_user(
 
 
 def test_code_of_asyncrl_itself_is_offered_to_nobody(facts: RunFacts) -> None:
-    config = load("guess", flags=["--environment.use", "asyncrl.environments.builtin.guess:Guess"]).config
+    config = load("guess", flags=["--environment.use", "asyncrl.environments.games:Guess"]).config
     offered = list(offered_files("environment", replace(facts, config=config), {}))
     assert [each.use for each in offered] == ["run", "folder"]

@@ -45,10 +45,6 @@ async def begun(deadlines: CallDeadlines, environment: Waits) -> Episode:
     return episode
 
 
-def on_virtual_time(work: Coroutine[Any, Any, Any]) -> Any:
-    return run(work)
-
-
 async def timed(work: Coroutine[Any, Any, Answer]) -> tuple[float, str]:
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -66,7 +62,7 @@ def test_calls_are_cancelled_when_they_are_due_in_the_order_in_which_they_began(
         third = asyncio.create_task(timed(episodes[2].step("9")))
         return [await each for each in (first, second, third)]
 
-    first, second, third = on_virtual_time(main())
+    first, second, third = run(main())
     assert first == second == (10.0, "`step` hung: no answer within 10 s")
     assert third == (9.0, "")
 
@@ -77,7 +73,7 @@ def test_a_call_that_ignores_its_cancellation_is_given_up_and_closed() -> None:
     async def main() -> tuple[float, str]:
         return await timed((await begun(CallDeadlines(10.0), environment)).step(str(ENDLESS)))
 
-    assert on_virtual_time(main()) == (10.0 + GRACE, "`step` hung: no answer within 10 s")
+    assert run(main()) == (10.0 + GRACE, "`step` hung: no answer within 10 s")
     assert environment.closed
 
 
@@ -97,5 +93,5 @@ def test_calls_that_never_wait_set_no_timer_and_others_share_one() -> None:
         await asyncio.sleep(20)
         assert deadlines._timer is None
 
-    on_virtual_time(main())
+    run(main())
     assert episode.GRACE < 10

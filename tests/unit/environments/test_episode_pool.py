@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.environments.episode_pool import EpisodePool, Play, Played
-from asyncrl.environments.loading import EnvironmentSpec
+from asyncrl.environments.loading import EnvironmentSpec, load
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.prompt_row import PromptRow
 from tests import golden
@@ -164,15 +164,18 @@ def unclosed() -> Unclosed:
 
 
 @pytest.fixture
-def pool(tmp_path: Path, unclosed: Unclosed) -> MakePool:
-    file = tmp_path / "environments.py"
-    file.write_text(ENVIRONMENTS)
+def environments(tmp_path: Path) -> Path:
+    (tmp_path / "environments.py").write_text(ENVIRONMENTS)
+    return tmp_path / "environments.py"
 
+
+@pytest.fixture
+def pool(environments: Path, tmp_path: Path, unclosed: Unclosed) -> MakePool:
     @asynccontextmanager
     async def make(
         name: str, workers: int = 1, deadline: float = 20.0, max_bytes: int = 100, **options: int
     ) -> AsyncIterator[EpisodePool]:
-        spec = EnvironmentSpec(f"{file}:{name}", options, max_bytes=max_bytes)
+        spec = EnvironmentSpec(f"{environments}:{name}", options, max_bytes=max_bytes)
         limits = {"workers": workers, "deadline": deadline, "start_deadline": 60.0, "printed": tmp_path / "printed"}
         limits["unclosed"] = unclosed.put_nowait
         async with running(lambda tasks: EpisodePool(spec, tasks, **limits)) as made:
@@ -266,31 +269,20 @@ async def test_many_episodes_wait_at_once_and_share_the_children(pool: MakePool)
         assert sorted(texts(each)[1] for each in found)[0] != sorted(texts(each)[1] for each in found)[-1]
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ("raise", "`step`"),
-        ("wait", "`step`"),
-        ("ignore", "`step`"),
-        ("exit", "status 7"),
-        ("nothing", "`step`"),
-        ("nan", "`step`"),
-        ("huge", "`step`"),
-        ("notes", "`step`"),
-        ("note", "`step`"),
-        ("number", "`step`"),
-        ("speaks", "`step`"),
-        ("bytes", "`step`"),
-        ("cancelled", "`step`"),
-    ],
+TROUBLES = (
+    *("raise", "wait", "ignore", "nothing", "nan", "huge", "notes", "note", "number", "speaks", "bytes", "cancelled"),
+    "exit",
 )
-async def test_trouble_is_the_result_of_its_own_episode(pool: MakePool, said: str, reason: str) -> None:
+
+
+async def test_trouble_is_the_result_of_its_own_episode(pool: MakePool) -> None:
     async with pool("Troubles", deadline=1.0) as made:
-        await made.play(play("a", member=1))
-        failed, other = await asyncio.gather(made.play(play(said)), made.play(play("a", "slowly", member=1)))
-        golden.says(failed.error, reason)
-        assert texts(other)[2] == "slowly 5"
-        assert texts(await made.play(play("a", "slowly", "c", member=1)))[3] == "c 6"
+        for member, said in enumerate(TROUBLES, start=100):
+            beside = made.play(play("a", "slowly", member=member - 100))
+            failed, other = await asyncio.gather(made.play(play(said, member=member)), beside)
+            golden.says(failed.error, "status 7" if said == "exit" else "`step`")
+            assert texts(other)[2] == "slowly 5"
+            assert texts(await made.play(play("a", "slowly", "c", member=member - 100)))[3] == "c 6"
 
 
 async def test_a_hang_that_holds_the_child_is_blamed_and_others_are_played_again(pool: MakePool) -> None:
@@ -342,44 +334,42 @@ async def test_an_episode_is_closed_once_after_the_call_that_runs_in_it(
     assert unclosed.empty()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "reason"),
-    [
-        ("raise", "`close` raised KeyError: 'nothing here'\nTraceback"),
-        ("wait", "`close` hung: no answer within 1 s"),
-        ("hang", "`close` hung or ended its process: its process was ended by SIGKILL"),
-        ("exit", "`close` hung or ended its process: its process ended with status 7"),
-    ],
-)
 async def test_an_environment_that_cannot_be_closed_costs_no_episode(
-    pool: MakePool, tmp_path: Path, unclosed: Unclosed, prompt: str, reason: str
+    pool: MakePool, tmp_path: Path, unclosed: Unclosed
 ) -> None:
+    reasons = {
+        "raise": "`close` raised KeyError: 'nothing here'\nTraceback",
+        "wait": "`close` hung: no answer within 1 s",
+        "hang": "`close` hung or ended its process: its process was ended by SIGKILL",
+        "exit": "`close` hung or ended its process: its process ended with status 7",
+    }
     file = tmp_path / "closed"
     async with pool("Closes", deadline=1.0) as made:
         await made.play(closing(file, "p", member=1))
-        await made.play(closing(file, prompt))
-        made.forget([(4, 0, 0)])
-        assert texts(await made.play(closing(file, "p", "a", member=1)))[1] == "a 4"
-        assert (await asyncio.wait_for(unclosed.get(), 20)).startswith(reason)
+        for turn, (prompt, reason) in enumerate(reasons.items(), start=1):
+            await made.play(closing(file, prompt, member=turn + 1))
+            made.forget([(4, turn + 1, 0)])
+            assert texts(await made.play(closing(file, "p", *["a"] * turn, member=1)))[turn] == f"a {3 + turn}"
+            assert (await asyncio.wait_for(unclosed.get(), 20)).startswith(reason)
     assert unclosed.empty()
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("no_class", {}, "is a function; write a class with the methods `reset` and `step`"),
-        ("Stubborn", {}, r"`reset` of .* is called as reset\(row, seed\)"),
-        (
-            "ClosesWhat",
-            {},
-            r"`close` of .* is called as close\(\): missing .*; write `async def close\(self\) -> None`",
-        ),
-        ("Counts", {"step": 2}, "unexpected keyword argument 'step'; did you mean step_by"),
-        ("Missing", {}, "has no Missing"),
-        ("Counts", {"step_by": 0}, "could not be loaded: ValueError: step_by is at least 1"),
-    ],
+    ("name", "options"),
+    [("no_class", {}), ("Stubborn", {}), ("ClosesWhat", {}), ("Counts", {"step": 2}), ("Missing", {})],
 )
-async def test_what_is_no_environment(pool: MakePool, name: str, options: dict[str, int], reason: str) -> None:
+def test_what_is_no_environment(environments: Path, name: str, options: dict[str, int]) -> None:
+    with golden.raises(ConfigError, match=f"{name}|step"):
+        load(EnvironmentSpec(f"{environments}:{name}", options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [("Missing", {}, "has no Missing"), ("Counts", {"step_by": 0}, "not be loaded: ValueError: step_by is at least 1")],
+)
+async def test_a_child_tells_what_it_cannot_load(
+    pool: MakePool, name: str, options: dict[str, int], reason: str
+) -> None:
     with pytest.raises(ExceptionGroup) as raised:
         async with pool(name, **options):
             pass

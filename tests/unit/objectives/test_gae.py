@@ -16,9 +16,9 @@ from asyncrl.objectives.advantages import (
     leave_one_out_advantages,
     rewards_to_go,
     token_rewards,
+    trajectory_advantages,
     turn_advantages,
 )
-from asyncrl.objectives.trajectory_advantages import trajectory_advantages
 
 SHARE = st.floats(0, 1)
 

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from asyncrl.objectives.losses import (
     Aggregation,
     Moments,
-    bradley_terry_loss,
-    explained_variance,
-    row_weights,
-    value_loss,
-)
-from asyncrl.objectives.soft_actor_critic import (
     actor_loss,
+    bradley_terry_loss,
     critics_loss,
+    explained_variance,
     move_towards,
+    row_weights,
     soft_targets,
     temperature_loss,
+    value_loss,
 )
 
 

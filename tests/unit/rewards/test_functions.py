@@ -108,10 +108,6 @@ def test_the_punishment_of_overlong_answers_is_no_cost() -> None:
     assert [each.name for each in function_specs(config, "reward")] == ["exact_match", "overlong"]
 
 
-def test_a_template_with_options() -> None:
-    assert load(spec("exact_match", options={"column": "answer"}))(SAMPLE) == 1
-
-
 @pytest.mark.parametrize(
     ("use", "rest", "said"),
     [

@@ -145,23 +145,12 @@ def test_regex_format() -> None:
 @pytest.mark.parametrize(
     ("text", "answer", "reward"),
     [
-        ("it is 72", "72", 1),
         ("1,234.50 dollars", "#### 1234.5", 1),
-        ("first 3, then -4", "-4", 1),
         ("4", "-4", 0),
         ("1e3", 1000, 1),
         ("no number", 1, 0),
         ("0.3333", 1 / 3, 0),
         ("", "5", 0),
-    ],
-)
-def test_numeric(text: str, answer: object, reward: float) -> None:
-    assert templates.numeric()(sample(text, answer=answer)) == reward
-
-
-@pytest.mark.parametrize(
-    ("text", "answer", "reward"),
-    [
         ("The product is 7006653", "7006652", 0),
         ("The product is 7006652", "7006652", 1),
         ("12345678901234567890", "12345678901234567891", 0),

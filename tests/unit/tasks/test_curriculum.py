@@ -11,8 +11,8 @@ from asyncrl.config.named_files import source_files
 from asyncrl.config.sources import load
 from asyncrl.errors import TaskError
 from asyncrl.tasks import Prompts
-from asyncrl.tasks.curriculum import CurriculumDraw
 from asyncrl.tasks.prompt_rows import MixedPrompts
+from asyncrl.tasks.prompt_sources import CurriculumDraw
 
 
 def draw(weights: Callable[[int], Any], per_step: int = 4, shuffle: bool = True) -> CurriculumDraw:

@@ -39,27 +39,12 @@ def test_bad_rows_say_what_is_wrong(row: object) -> None:
         Prompts([row], "rows")  # type: ignore[list-item]
 
 
-def test_a_bad_row_in_the_middle_is_found_at_once() -> None:
-    with pytest.raises(TaskError, match="rows, row 3: "):
-        Prompts([{"prompt": "a"}, {"prompt": "b"}, {"prompt": None}], "rows")
-
-
-def test_no_rows_are_an_error() -> None:
-    with golden.raises(TaskError):
-        Prompts([], "rows")
-
-
 def test_a_system_message_goes_before_text_and_messages() -> None:
     question = {"role": "user", "content": "hi"}
     prompts = Prompts([{"prompt": "hi"}, {"prompt": [question]}], "rows", system="Be brief.")
     expected = [{"role": "system", "content": "Be brief."}, question]
     assert prompts.row(0).prompt == prompts.row(1).prompt == expected
     assert prompts.row(0).columns["prompt"] == "hi"
-
-
-def test_two_system_messages_are_refused() -> None:
-    with pytest.raises(TaskError, match=r"remove task\.system"):
-        Prompts([{"prompt": [{"role": "system", "content": "a"}]}], "rows", system="b")
 
 
 def test_first_rows() -> None:

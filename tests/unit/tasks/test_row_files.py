@@ -52,13 +52,6 @@ def test_mistakes_name_a_line_or_a_row_from_1(name: str, text: str, said: str, t
         load_prompts(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"{}")[:-9]], ids=["another", "cut"])
-def test_a_damaged_compressed_file_is_named(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl.gz").write_bytes(content)
-    with golden.raises(TaskError, match=r"task\.prompts.*rows\.jsonl\.gz"):
-        load_prompts(str(tmp_path / "rows.jsonl.gz"))
-
-
 def test_a_folder_of_parquet_files_is_one_source(tmp_path: Path) -> None:
     for number, row in enumerate((*ROWS, ROWS[0])):
         write_parquet(tmp_path / f"train-{number:05}-of-00003.parquet", row)

@@ -52,43 +52,23 @@ def rows(bad: Any, number: int = 1700, count: int = 2000, column: str = "answer"
 
 MISSING = object()
 ANSWERS = {use: f'[reward]\nfunctions = ["{use}"]\n' for use in ("numeric", "exact_match", "math_verify")}
-NONE_HERE = 'the row has no column answer; found are prompt; write task.columns = { answer = "COLUMN OF YOURS" }'
 JUDGE = (
     '[reward]\nfunctions = [{ use = "judge", options = { url = "http://h/v1", model = "m", rubric = "{answer}?" } }]\n'
 )
 
 
 @pytest.mark.parametrize(
-    ("use", "bad", "said"),
+    ("use", "bad"),
     [
-        (
-            "numeric",
-            "x+1",
-            "the row's answer holds no number, or one that may mean several things: 'x+1'; correct the row",
-        ),
-        ("numeric", "3 or 4", "holds no number, or one that may mean several things: '3 or 4'"),
-        ("numeric", "", "the row's answer is '': write an answer, or remove the row"),
-        ("numeric", None, "the row's answer is None: write an answer, or remove the row"),
-        ("numeric", MISSING, NONE_HERE),
-        ("numeric", [1, 2], "holds no number"),
-        ("exact_match", None, "the row's answer is None: write an answer, or remove the row"),
-        ("exact_match", ["a"], 'the row\'s answer is ["a"], and exact_match compares texts: name a column of texts'),
-        ("exact_match", {"a": 1}, "and exact_match compares texts"),
-        ("exact_match", MISSING, NONE_HERE),
-        ("math_verify", "", "the row's answer is '': write an answer, or remove the row"),
-        ("math_verify", "so #### ", "holds no expression"),
-        ("math_verify", "\\\\boxed{}", "holds no expression"),
-        ("math_verify", "$$", "holds no expression"),
-        ("math_verify", None, "the row's answer is None"),
-        ("math_verify", MISSING, NONE_HERE),
+        *(("numeric", bad) for bad in ("x+1", "3 or 4", "", None, MISSING, [1, 2])),
+        *(("exact_match", bad) for bad in (None, ["a"], {"a": 1}, MISSING)),
+        *(("math_verify", bad) for bad in ("", "so #### ", "\\boxed{}", "$$", None, MISSING)),
     ],
 )
-def test_every_row_is_checked_for_what_a_template_reads(tmp_path: Path, use: str, bad: Any, said: str) -> None:
-    bad = bad.replace("\\\\", "\\") if isinstance(bad, str) else bad
+def test_every_row_is_checked_for_what_a_template_reads(tmp_path: Path, use: str, bad: Any) -> None:
     (problem,) = problems(tmp_path, rows(bad), ANSWERS[use])
     assert "p.jsonl, line 1701: " in problem
     golden.says(problem, f"line 1701: {use}", "column answer")
-    assert said in problem
     assert problems(tmp_path, rows("7"), ANSWERS[use]) == []
 
 
@@ -106,15 +86,18 @@ def test_every_row_of_tests_is_checked(tmp_path: Path) -> None:
 def test_parquet_is_checked_to_its_end(tmp_path: Path) -> None:
     table = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    config = Config.model_validate(
-        {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": ["numeric"]}}
-    )
+    config = config_with("numeric")
     for bad, said in (({"answer": "x+1"}, "numeric needs the column answer: "), ({"prompt": ""}, "a prompt is text")):
         made = rows("7")
         made[1900] |= bad
         parquet.write_table(table.Table.from_pylist(made), tmp_path / "p.parquet")
         with pytest.raises(TaskError, match=rf"^task\.prompts: .*p\.parquet, row 1901: {said}"):
             check_rows(config, {"task.prompts": load_prompts(str(tmp_path / "p.parquet"))})
+
+
+def config_with(*functions: str) -> Config:
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": functions}}
+    return Config.model_validate(sections)
 
 
 class OnDemand:
@@ -134,9 +117,7 @@ class OnDemand:
 
 
 def test_the_first_rows_of_those_that_are_made_on_demand_are_checked_and_that_is_said() -> None:
-    config = Config.model_validate(
-        {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": ["numeric"]}}
-    )
+    config = config_with("numeric")
     made = load_prompts(OnDemand(MOST_CHECKED))
     assert made.notes == (
         "the rows given as prompts makes its 10,000,000 rows on demand: the first 10,000 are checked before the run",
@@ -162,12 +143,11 @@ def test_functions_of_the_user_and_templates_without_columns_ask_nothing_of_rows
 
 
 def test_each_row_is_made_once_for_all_checks() -> None:
-    config = Config.model_validate(
-        {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": ["numeric", "exact_match"]}}
-    )
+    config = config_with("numeric", "exact_match")
     for count in (100, 1000):
         made = OnDemand(-1, count)
         prompts = load_prompts(made)
+        assert made.asked == 1, "rows that are made on demand are looked at when they are drawn"
         made.asked = 0
         check_rows(config, {"task.prompts": prompts})
         assert made.asked == count

@@ -8,7 +8,7 @@ An episode is lost only by the environment that it runs in, or one that does not
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.children.containment import Surroundings
+from asyncrl.children.containment import Surroundings, containment_of
 from asyncrl.children.guarded_process import ChildEnded, ChildSettings
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
+from asyncrl.concurrency import one_error
+from asyncrl.config.schema import Config
 from asyncrl.config.sections.secret import revealed
 from asyncrl.config.sections.task_config import ActingConfig
 from asyncrl.engines.acting.stepping.answers import Answers, Floats, read_answers
-from asyncrl.engines.acting.stepping.spaces import Spaces
+from asyncrl.engines.acting.stepping.spaces import SPACES, Spaces, read_spaces, unusable_space, write_spaces
 from asyncrl.engines.acting.stepping.stepping_child import ChildContent, SteppingChild
-from asyncrl.errors import AsyncrlError, EnvironmentFailed, WireError
+from asyncrl.errors import AsyncrlError, ConfigError, EnvironmentFailed, WireError
 
 MOST_PLAYED = 100_000
 """Actions of an episode that are kept to play it again: some 5 MB."""
@@ -323,3 +325,41 @@ class SteppedEnvironments:
             opened.exception()  # Retrieved: its caller may be gone.
         else:
             self._answers.put_nowait(error)
+
+
+# Prepares the folder of a policy that acts: the spaces of its environment, as a first instance has them.
+
+
+async def prepare_spaces(config: Config, target: Path, show: Callable[[str], None]) -> Path:
+    """Returns `target` with the spaces of the environment, made at first. Raises ConfigError when the environment
+    cannot be made, or the algorithm cannot act in it."""
+    if await asyncio.to_thread((target / SPACES).is_file):
+        spaces = read_spaces(target)
+    else:
+        show(f"looking at the spaces of {config.acting.env}")
+        spaces = await _looked_at(config, target)
+        write_spaces(target / SPACES, spaces)
+    if why := unusable_space(spaces.action, config.acting.algorithm):
+        raise ConfigError(f"acting.env: {config.acting.env}: {why}")
+    return target
+
+
+async def _looked_at(config: Config, target: Path) -> Spaces:
+    """Makes one environment in a child, and begins an episode."""
+    run_dir = target.parent
+    with one_error():
+        async with asyncio.TaskGroup() as tasks:
+            environments = SteppedEnvironments(
+                config.acting.model_copy(update={"environments": 1, "children": 1}),
+                tasks,
+                seed=config.seed,
+                start_deadline=config.fleet.start_deadline,
+                printed=run_dir / "logs" / "spaces.printed",
+                containment=containment_of(config, [config.acting.env], run_dir=run_dir),
+                variables=config.children.variables,
+            )
+            await environments.start()
+            try:
+                return environments.spaces
+            finally:
+                await environments.stop()

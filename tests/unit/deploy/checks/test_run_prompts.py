@@ -25,7 +25,7 @@ from asyncrl.deploy.run_fleet import RunRequest
 from asyncrl.engines.models.warmed_up_model import build_tokenizer
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import load_prompts
-from asyncrl.tasks.curriculum import CurriculumDraw
+from asyncrl.tasks.prompt_sources import CurriculumDraw
 from asyncrl.tasks.turn_template import turn_problems
 from tests import golden
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -151,6 +152,16 @@ class Slow(Walk):
 
     def step(self, action: int) -> Stepped:
         time.sleep(self.seconds)
+        return super().step(action)
+
+
+class Meets(Walk):
+    """Each step ends once four environments of a process are in theirs."""
+
+    all_four = threading.Barrier(4)
+
+    def step(self, action: int) -> Stepped:
+        self.all_four.wait()
         return super().step(action)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.load_config import load
-from asyncrl.engines.acting.acting_policy import ActingPolicy
+from asyncrl.engines.acting.acting_loop import ActingPolicy
 from asyncrl.engines.acting.acting_trainer import ActingStep, ActingTrainer
 from asyncrl.engines.acting.stepping.one_environment import OneEnvironment
 from asyncrl.engines.acting.stepping.spaces import Spaces

@@ -77,6 +77,7 @@ def test_the_loss_of_the_actor_leaves_the_critics_as_they_are() -> None:
     assert all(each.grad is None for each in critics.parameters())
 
 
+@pytest.mark.long
 def test_sac_learns_with_a_prioritised_replay_and_a_bound_on_age() -> None:
     acting = SAC.acting.model_copy(update={"replay": "prioritised", "replay_max_age": 40})
     trainer = plain_loop(Push, SAC.model_copy(update={"acting": acting}), lambda trained: mean_return(trained) > -2.0)

@@ -16,6 +16,7 @@ from asyncrl.environments.observation import Observation
 from asyncrl.environments.transcript import SampledAnswer
 from asyncrl.errors import ConfigError
 from tests import golden
+from tests.processes import alive
 from tests.unit.environments.agents.conftest import MakeAgent, until
 
 ROW = {"prompt": "What is 2 + 3?", "answer": 5}
@@ -159,32 +160,20 @@ async def test_tokens_and_logprobs_reach_the_agent(agent: MakeAgent) -> None:
     assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
 
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
+async def test_an_agent_that_asks_nothing_or_ends_badly_is_an_error(agent: MakeAgent) -> None:
+    for source, why in (
         ("print('nothing to do')", "OPENAI_BASE_URL"),
         ("sys.exit('no key for it')", "1"),
         ("os.kill(os.getpid(), 9)", "signal 9"),
         ("for _ in range(20): post({})\nos.abort()", "signal 6"),
-    ],
-)
-async def test_an_agent_that_asks_nothing_is_an_error(agent: MakeAgent, source: str, why: str) -> None:
-    with golden.raises(AgentFailed, match=why):
-        await agent(source).reset(ROW, 0)
-
-
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
-        ("print('no number')", "the last line that the agent printed is no number: 'no number'"),
-        ("raise KeyError('x')", "the agent exited with status 1; it printed ''"),
-    ],
-)
-async def test_an_agent_that_ends_badly_is_an_error(agent: MakeAgent, source: str, why: str) -> None:
-    made = agent(f'ask(user("a"))\n{source}', reward="last_line")
-    await made.reset(ROW, 0)
-    with pytest.raises(AgentFailed, match=why):
-        await made.step("1")
+    ):
+        with golden.raises(AgentFailed, match=why):
+            await agent(source).reset(ROW, 0)
+    for source in ("print('no number')", "raise KeyError('x')"):
+        made = agent(f'ask(user("a"))\n{source}', reward="last_line")
+        await made.reset(ROW, 0)
+        with golden.raises(AgentFailed):
+            await made.step("1")
 
 
 async def test_output_is_bounded(agent: MakeAgent) -> None:
@@ -204,24 +193,17 @@ time.sleep(600)
 """
 
 
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 async def test_all_that_an_agent_started_ends_with_its_episode(agent: MakeAgent, tmp_path: Path) -> None:
     made = agent(CHILDREN, str(tmp_path / "pids"))
     await made.reset(ROW, 0)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
-    assert all(map(lives, pids))
+    assert all(map(alive, pids))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(made.step("1"), 0.2)
     golden.says(made.waits_for)
     await made.close()
-    assert not any(map(lives, pids))
+    assert not any(map(alive, pids))
 
 
 async def test_the_program_knows_its_key_and_no_proxy_comes_between(

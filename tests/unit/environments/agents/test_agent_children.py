@@ -16,6 +16,7 @@ from asyncrl.environments.episode_pool import EpisodePool, Play, Played
 from asyncrl.environments.loading import EnvironmentSpec
 from asyncrl.protocols.prompt_row import PromptRow
 from tests import golden
+from tests.processes import gone
 from tests.unit.children.running import running
 from tests.unit.environments.agents.conftest import PRELUDE, until
 
@@ -78,13 +79,6 @@ def pool(tmp_path: Path) -> MakePool:
     return make
 
 
-def ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 async def test_episodes_of_a_killed_child_are_played_again(pool: MakePool, pids: Callable[[], list[int]]) -> None:
     """The agents of the dead child end with it, and new ones ask the same."""
     async with pool() as made:
@@ -94,12 +88,12 @@ async def test_episodes_of_a_killed_child_are_played_again(pool: MakePool, pids:
         assert slot.running is not None
         os.kill(slot.running.process.pid, signal.SIGKILL)
         await until(lambda: slot.running is None or slot.running.ended)
-        await until(lambda: all(map(ended, pids()[:2])))
+        await gone(pids()[:2])
         assert texts(await made.play(play("a", "b"))) == {0: "hi", 1: "re a", 2: "re b"}
         last = await made.play(play("a", "b", "stop"))
         assert (texts(last), last.answers[3]["done"]) == ({3: "bye\n"}, True)
     assert len(pids()) == 3
-    await until(lambda: all(map(ended, pids())))
+    await gone(pids())
 
 
 async def test_an_agent_with_chance_comes_out_otherwise(pool: MakePool) -> None:
@@ -130,4 +124,4 @@ async def test_an_agent_that_never_calls_is_named(pool: MakePool, pids: Callable
         golden.says(late.error, "`reset`", "2 s")
         assert texts(other)[1] == "re a"
         made.forget([(4, 0, 0), (4, 1, 0)])
-        await until(lambda: all(map(ended, pids())))
+        await gone(pids())

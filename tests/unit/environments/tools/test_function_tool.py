@@ -126,37 +126,31 @@ def test_every_kind_has_a_schema_and_reads_its_values(annotation: Any, schema: A
     assert type(read) is type(got)
 
 
-WRONG = [
-    (int, "x", "needs a, an integer; it got 'x'"),
-    (int, True, "needs a, an integer; it got True"),
-    (int, 1.5, "needs a, an integer; it got 1.5"),
-    (int, "3", "needs a, an integer; it got '3'"),
-    (float, "1.0", "needs a, a finite number; it got '1.0'"),
-    (float, 10**400, "needs a, a finite number; it got 1000"),
-    (str, 1, "needs a, a text; it got 1"),
-    (bool, 1, "needs a, true or false; it got 1"),
-    (int | None, "x", "needs a, an integer or null; it got 'x'"),
-    (Literal["a", "b"], "c", "needs a, one of 'a', 'b'; it got 'c'"),
-    (Literal[1], True, "needs a, one of 1; it got True"),
-    (Unit, "METRE", "needs a, one of 'm', 'ft'; it got 'METRE'"),
-    (list[int], 1, "needs a, a list; it got 1"),
-    (list[int], [1, "x"], r"needs a\[1\], an integer; it got 'x'"),
-    (tuple[int, str], [1], r"needs a, a list of 2 values; it got \[1\]"),
-    (set[Any], [[1]], "needs a, a list of plain values; it got"),
-    (dict[str, int], {"k": "x"}, "needs a.k, an integer; it got 'x'"),
-    (dict, [], r"needs a, an object; it got \[\]"),
-    (Point, {}, "needs a.x, an integer; nothing was given for it"),
-    (Point, {"x": 1, "z": 1}, "has no argument a.z; there are x, y"),
-    (Point, [], r"needs a, an object; it got \[\]"),
-    (list[Place], [{"name": "n", "at": {"x": "1"}}], r"needs a\[0\].at.x, an integer; it got '1'"),
-    (str, ["x" * 1000] * 1000, "needs a, a text; it got .{10,400}$"),
+WRONG: list[tuple[Any, list[Any]]] = [
+    (int, ["x", True, 1.5, "3"]),
+    (float, ["1.0", 10**400]),
+    (str, [1, ["x" * 1000] * 1000]),
+    (bool, [1]),
+    (int | None, ["x"]),
+    (Literal["a", "b"], ["c"]),
+    (Literal[1], [True]),
+    (Unit, ["METRE"]),
+    (list[int], [1, [1, "x"]]),
+    (tuple[int, str], [[1]]),
+    (set[Any], [[[1]]]),
+    (dict[str, int], [{"k": "x"}]),
+    (dict, [[]]),
+    (Point, [{}, {"x": 1, "z": 1}, []]),
+    (list[Place], [[{"name": "n", "at": {"x": "1"}}]]),
 ]
 
 
-@pytest.mark.parametrize(("annotation", "given", "message"), WRONG, ids=[str(number) for number in range(len(WRONG))])
-def test_a_wrong_argument_is_a_message_for_the_model(annotation: Any, given: Any, message: str) -> None:
-    with pytest.raises(BadArgument, match=message):
-        tool(annotation).arguments({"a": given})
+def test_a_wrong_argument_is_a_message_for_the_model() -> None:
+    for annotation, each in WRONG:
+        for given in each:
+            with golden.raises(BadArgument) as refused:
+                tool(annotation).arguments({"a": given})
+            assert len(str(refused.value)) < 450
 
 
 def test_missing_and_unknown_arguments() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.engines.acting.acting_policy import ActingPolicy
+from asyncrl.engines.acting.acting_loop import ActingPolicy
 from asyncrl.engines.acting.acting_trainer import ActingTrainer
 from asyncrl.engines.acting.stepping.spaces import SPACES, write_spaces
 from asyncrl.engines.acting.transitions import COLUMNS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.environments.builtin.dialogue import Dialogue
+from asyncrl.environments.games import Dialogue
 from asyncrl.errors import RewardError, TaskError
 from asyncrl.rewards.sample import Sample
 from asyncrl.tasks.builtin import dialogue

@@ -14,8 +14,12 @@ from PIL import Image, ImageSequence
 from asyncrl.children.guarded_process import ChildSettings
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.config.sections.task_config import ActingConfig
+from asyncrl.engines.acting.stepping.one_environment import OneEnvironment
 from asyncrl.engines.acting.stepping.picture_child import EpisodePictures
 from asyncrl.engines.acting.stepping.picture_server import MOST_FRAMES, MOST_PIXELS
+from asyncrl.errors import EnvironmentFailed
+from tests import golden
+from tests.unit.engines.acting.line_walk import Seen
 from tests.unit.engines.acting.scene import ENVIRONMENTS, spaces_of_walk
 
 Pictures = Callable[..., AbstractAsyncContextManager[EpisodePictures]]
@@ -65,7 +69,6 @@ async def test_the_same_actions_draw_the_same_picture(pictures: Pictures) -> Non
 @pytest.mark.parametrize(
     ("picture", "seconds", "problem"),
     [
-        ("text", 20.0, "`render` gave str, and no array of bytes [height, width, 3]"),
         ("raises", 20.0, "RuntimeError: no screen"),
         ("hangs", 1.5, "it was not drawn within 1.5 s"),
         ("dies", 20.0, "SIGSEGV"),
@@ -80,6 +83,11 @@ async def test_what_cannot_be_drawn_is_said_and_not_tried_again(
         assert drawn._child is None
         assert await drawn.draw(STAY * 3, seconds) is None
         assert drawn._child is None, "no further child is started"
+
+
+def test_what_is_no_picture_is_told() -> None:
+    with golden.raises(EnvironmentFailed):
+        OneEnvironment(lambda: Seen("text"), 0, seed=7).frame()
 
 
 async def test_an_environment_without_render_has_no_pictures(pictures: Pictures) -> None:

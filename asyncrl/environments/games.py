@@ -1,6 +1,7 @@
-"""The environment of the built-in task `guess`: find a number by hints, in few turns."""
+"""The environments of built-in tasks: find a number by hints, ask a calculator, talk to a recorded speaker."""
 
 import random
+import re
 from typing import Any
 
 from asyncrl.environments.observation import Observation
@@ -59,3 +60,52 @@ def hinted(left: range, guess: int, hint: str) -> range:
     if hint == LOWER:
         return range(left.start, max(left.start, min(left.stop, guess)))
     return range(min(left.stop, max(left.start, guess + 1)), left.stop)
+
+
+CALL = re.compile(r"=(\d{1,3})\*(\d{1,3})")
+END = ":"
+"""The end of a prompt, and of what the calculator says."""
+NO_RESULT = "?"
+NO_CALL = "!"
+
+
+class Calculator:
+    """Answers `=47*8` with the product, and anything else ends the episode: with reward 1 for the row's `answer`.
+
+    withhold: the calculator says a question mark in place of the product.
+    """
+
+    def __init__(self, withhold: bool = False) -> None:
+        self._withhold = withhold
+        self._answer = ""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Observation:
+        self._answer = str(row["answer"])
+        return Observation(row["prompt"])
+
+    async def step(self, message: str) -> Observation:
+        if not message.startswith("="):
+            return Observation("", reward=float(message == self._answer), done=True)
+        called = CALL.fullmatch(message)
+        if called is None:
+            return Observation(NO_CALL + END)
+        return Observation((NO_RESULT if self._withhold else product(*called.groups())) + END)
+
+
+def product(first: str, second: str) -> str:
+    return str(int(first) * int(second))
+
+
+class Dialogue:
+    """Begins with the prompt of a row, and says the row's `lines` one after the other, whatever the policy answers; a
+    person wrote them to somebody else. The conversation ends after the answer to the last one. Rewards come from
+    functions."""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Observation:
+        self._lines = [str(line) for line in row.get("lines", ())]
+        return Observation(row["prompt"])
+
+    async def step(self, message: str) -> Observation:
+        if not self._lines:
+            return Observation("", done=True)
+        return Observation(self._lines.pop(0))

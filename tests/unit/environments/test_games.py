@@ -10,8 +10,7 @@ import pytest
 
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.config.sections.task_config import EnvironmentConfig
-from asyncrl.environments.builtin.calculator import Calculator
-from asyncrl.environments.builtin.guess import HIGHER, LOWER, NO_HINT, NUMBERS, Guess, hinted
+from asyncrl.environments.games import HIGHER, LOWER, NO_HINT, NUMBERS, Calculator, Guess, hinted
 from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError

@@ -1,1 +1,0 @@
-"""Whole episodes of a policy that acts."""
