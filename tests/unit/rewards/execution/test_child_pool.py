@@ -256,7 +256,7 @@ async def test_the_call_of_a_cancelled_caller_is_not_blamed_on_the_next(pool: Ma
 @pytest.mark.parametrize(
     ("source", "error", "said"),
     [
-        ("def g(sample): ...", ConfigError, "has no f; did you mean g"),
+        ("def g(sample): ...", ConfigError, "has no f; there are g"),
         ("f = 3", ConfigError, "f is not a function"),
         ("import no_such_module_here", ConfigError, "mine.py.*line 1"),
         ("import threading\nthreading.Event().wait()", DeadlineExceeded, "mine.py:f could not be loaded within 2 s"),
