@@ -69,11 +69,15 @@ async def test_a_program_that_never_ends_or_cheats_earns_nothing_and_costs_its_s
 
 
 async def test_a_row_without_tests_is_an_error(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{}, {"tests": []}, {"tests": [1]}]
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({}, "the row has no column tests with tests; found are prompt"),
+        ({"tests": []}, "the row's tests are no list of tests, but []"),
+        ({"tests": [1]}, "the row's tests[0] is no test: write a text"),
+    ]
     async with scoring(tmp_path) as pool:
-        for row in rows:
+        for row, said in rows:
             ((result),) = await pool.run(PASSES, [sample("def f(x): return x", prompt="p", **row)])
-            golden.says(result.reason, "tests")
+            assert said in result.reason
             assert (result.value, result.traceback) == (None, "")
 
 
