@@ -11,7 +11,6 @@ before it: a group that is tried again has other transitions.
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironm
 from asyncrl.engines.acting.transitions import transition_columns
 from asyncrl.errors import DeadlineExceeded, EnvironmentFailed, LostRows
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.lanes.weights.transports.transport_ends import WeightReceiver, open_receiver
@@ -151,7 +149,7 @@ class PolicyWorker(PooledService[ActingPool]):
     async def _load(self, published: Published) -> None:
         context = self.context
         if self._receiver is None:
-            self._receiver = open_receiver(published, self._policy.spec, partial(weight_network, context), "cpu")
+            self._receiver = open_receiver(published, self._policy.spec, context.weight_network, "cpu")
         with context.occupancy.awaiting_weights():
             await self._receiver.fetch(published)
         await context.compute.run(self._load_weights, self._receiver, published)

@@ -8,7 +8,6 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -30,7 +29,6 @@ from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.data.row_file import READY_ROWS, write_rows
 from asyncrl.lanes.data.row_reader import RowPrefetch, run_for_rows
 from asyncrl.lanes.weights.leases import Leases, UpdatePermit, slot_of
@@ -351,7 +349,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         context = self.context
         chosen = transport_of(self.context.config)
         folder = folder_of_start(context.config.weights.folder, context.facts.run_dir, context.facts.run)
-        ends = context.facts.weights_arena, self._engine.weights_spec, partial(weight_network, context), folder
+        ends = context.facts.weights_arena, self._engine.weights_spec, context.weight_network, folder
         try:
             if chosen.facts.listens:
                 return open_sender(chosen.name, *ends)  # Listens on the event loop.

@@ -52,8 +52,8 @@ class WorkerConnection:
         wire: Wire,
         hello: Hello,
         start_deadline: float,
-        introductions: Introductions | None = None,
-        meetings: RankMeetings | None = None,
+        introductions: Introductions,
+        meetings: RankMeetings,
     ) -> None:
         self.lost = asyncio.Event()
         self.reason = ""
@@ -69,8 +69,8 @@ class WorkerConnection:
             for lane in Lane
         }
         self._spec = spec
-        self._introductions = introductions or Introductions()
-        self._meetings = meetings or RankMeetings()
+        self._introductions = introductions
+        self._meetings = meetings
         self._start_deadline = start_deadline
         self._tasks = asyncio.TaskGroup()
         self._watches: list[asyncio.Task[None]] = []

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from asyncrl.concurrency import gather, one_error, unwrap
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, Refused, errno_in
 from asyncrl.fleet.failure_table import MISTAKES, Ends, Raised, When, Who, is_everywhere, what_ends
-from asyncrl.fleet.launching.joined_worker import JoinedWorker
+from asyncrl.fleet.launching.join_point import JoinedWorker
 from asyncrl.fleet.launching.joining import START_TRIES
 from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worker
 from asyncrl.fleet.lifecycle_events import (

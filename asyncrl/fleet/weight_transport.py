@@ -2,26 +2,10 @@
 
 from dataclasses import dataclass
 
-from asyncrl.config.placement import PlacedWorker, Placement
+from asyncrl.config.placement import Placement
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.weight_transports import TRANSPORTS, Transport
-
-# The choice of a transport of weights from where its two ends are.
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """Says where an end is. device: of its model."""
-
-    host: HostId
-    device: str
-
-    @classmethod
-    def here(cls, device: str) -> "WorkerPlace":
-        """Returns the place of this process."""
-        return cls(HostId.here(), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +21,13 @@ class TransportChoice:
 
 
 def choose_transport(
-    named: str, trainer: WorkerPlace, generator: WorkerPlace, *, in_process: bool = False
+    named: str, devices: tuple[str, str], *, same_host: bool, in_process: bool = False
 ) -> TransportChoice:
-    """Chooses from `weights.transport` and the places of both ends. in_process: whether all workers are one process.
+    """Chooses from `weights.transport` and the places of both ends. devices: of the models of trainer and generation.
+    in_process: whether all workers are one process.
 
     Raises ConfigError for memory that is shared between hosts.
     """
-    same_host = trainer.host == generator.host
     if TRANSPORTS[named].same_host and not same_host:
         raise ConfigError(f'weights.transport = "{named}": trainer and generation are on different hosts; write "auto"')
     if in_process and named in ("auto", "shm"):
@@ -52,18 +36,17 @@ def choose_transport(
         return TransportChoice(named, "as weights.transport says")
     if not same_host:
         return TransportChoice("tcp", "trainer and generation are on different hosts")
-    return TransportChoice("shm", f"trainer and generation are on one host{_on_devices(trainer, generator)}")
+    return TransportChoice("shm", f"trainer and generation are on one host{_on_devices(*devices)}")
 
 
-def _on_devices(trainer: WorkerPlace, generator: WorkerPlace) -> str:
+def _on_devices(trainer: str, generator: str) -> str:
     """Says what the devices mean for shared memory. The ways between devices ran little or never (docs/gpu.md),
     so they are named here and not chosen."""
-    devices = (trainer.device, generator.device)
-    if devices == ("cpu", "cpu"):
+    if (trainer, generator) == ("cpu", "cpu"):
         return ""
-    if not all(device.startswith("cuda") for device in devices):
+    if not (trainer.startswith("cuda") and generator.startswith("cuda")):
         return "; devices copy from and to it"
-    direct = "cuda_ipc" if trainer.device == generator.device else "nccl"
+    direct = "cuda_ipc" if trainer == generator else "nccl"
     return f'; devices copy from and to it, which "{direct}" would spare: name it in weights.transport'
 
 
@@ -72,14 +55,9 @@ def transport_of(config: Config) -> TransportChoice:
     containers, and a later one may come from elsewhere."""
     placement = Placement.of(config)
     trainer = placement.trainer
-    readers = placement.readers
-    farthest = next((each for each in readers if not each.may_share_memory(trainer)), (*readers, trainer)[0])
-    return choose_transport(
-        config.weights.transport, _end(trainer), _end(farthest), in_process=config.fleet.wire == "inproc"
-    )
-
-
-def _end(worker: PlacedWorker) -> WorkerPlace:
-    if not worker.joins:
-        return WorkerPlace.here(worker.devices[0])
-    return WorkerPlace(HostId(worker.host, worker.name, worker.host), worker.devices[0])
+    apart = next((each for each in placement.readers if not each.may_share_memory(trainer)), None)
+    reader = apart or (*placement.readers, trainer)[0]
+    devices = (trainer.devices[0], reader.devices[0])
+    same_host = apart is None or not (apart.joins or trainer.joins)
+    in_process = config.fleet.wire == "inproc"
+    return choose_transport(config.weights.transport, devices, same_host=same_host, in_process=in_process)

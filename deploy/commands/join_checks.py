@@ -12,9 +12,8 @@ from asyncrl.config.install_hints import program
 from asyncrl.deploy.checks.machine import Check, check
 from asyncrl.deploy.join_address import join_address
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused
-from asyncrl.fleet.launching.joining import installed_versions
+from asyncrl.fleet.launching.joining import Bandwidth, Clock, Probe, installed_versions, probe
 from asyncrl.fleet.launching.key_folder import WorkerKey
-from asyncrl.fleet.launching.probe import Bandwidth, Clock, Probe, probe
 from asyncrl.lanes.bound_socket import host_of
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.zmq_wire import ZmqWire

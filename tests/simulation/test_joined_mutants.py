@@ -8,8 +8,7 @@ import pytest
 from asyncrl.controller.crash_attribution import CrashAttribution, Death
 from asyncrl.controller.rollouts import Rollouts
 from asyncrl.errors import DeadlineExceeded, FleetFailed
-from asyncrl.fleet.launching.join_point import JoinPoint
-from asyncrl.fleet.launching.joined_worker import Offer
+from asyncrl.fleet.launching.join_point import JoinPoint, Offer
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.supervisor import Supervisor, WorkerSlot

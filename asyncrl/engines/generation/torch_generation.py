@@ -26,7 +26,6 @@ from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.lora import read_adapters
 from asyncrl.errors import Refused
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.weights.transports.transport_ends import WeightReceiver, open_receiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published
@@ -132,9 +131,8 @@ class TorchGeneration(RunsTorchEngine):
             await self.load_own(published.version)
             return
         if self._receiver is None:
-            network = partial(weight_network, self._worker)
             device = self.core.device.type
-            self._receiver = open_receiver(published, self.core.spec, network, device)
+            self._receiver = open_receiver(published, self.core.spec, self._worker.weight_network, device)
         with self._worker.occupancy.awaiting_weights():
             fetched = await self._receiver.fetch(published)
         if fetched.bytes:

@@ -20,6 +20,8 @@ A host whose worker ended offers to run another one. A host that comes while all
 
 import asyncio
 import re
+import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -33,25 +35,165 @@ from asyncrl.concurrency import STANDSTILL, running_beside, running_timeout
 from asyncrl.config.install_hints import program
 from asyncrl.config.sections.device_pools import CPU, Device, DevicePool, Host
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
-from asyncrl.fleet.launching.joined_worker import JoinedWorker, Offer, Site, on_one_machine
 from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
     LONGEST_DRAIN,
+    PART_BYTES,
+    PROBE_BYTES,
     SIGN_OF_LIFE,
     START_TRIES,
+    TURN,
     HostState,
     installed_versions,
     joining_hello,
     version_problem,
 )
-from asyncrl.fleet.launching.probe import ProbePoint
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Listener, Wakeup, Wire
 from asyncrl.lanes.data.file_cache import FileServer
 from asyncrl.lanes.host_id import FaultDomain, HostId
-from asyncrl.protocols.messages import Call, FilePart, FileTree, JoinOrder, JoinRequest
+from asyncrl.protocols.messages import Call, FilePart, FileTree, JoinOrder, JoinRequest, ProbeAnswer
 from asyncrl.protocols.rank_layout import crossings, hosts_of_ranks
+
+# ---- a host that joined, and the worker that runs there ------------------------------------------------------------
+
+
+MAX_ORDERS = 64
+"""Orders that wait for a host: one start and three ways to end it for each worker, so sixteen workers of a host that
+does not read, which its heartbeats find out long before."""
+
+
+Site = tuple[str, str]
+"""A host among those of a run: its machine, so that hosts of one machine are neighbours, and its name."""
+
+
+class JoinedWorker:
+    """A worker on a host that joined. offer: the newest one of its host. asked: the last order to end it, which a host
+    that comes back gets again. why: the controller gave it up."""
+
+    def __init__(self, spec: WorkerSpec, offer: "Offer") -> None:
+        self.spec = spec
+        self.host = offer.host
+        self.labels: Mapping[str, int | str] = {}
+        self.offer = offer
+        self.asked = ""
+        self.why = ""
+        self.host_is_gone = False
+        self.started = asyncio.Event()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_left(self) -> bool:
+        return self.offer.is_leaving or self.offer.is_revoked
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
+    def give_up(self, why: str, *, has_run: bool) -> None:
+        """Takes why the controller gives it up, which its host is told. has_run: whether it had taken calls; else its
+        host may be unable to run one."""
+        self.why = why
+        self.offer.failed_starts = 0 if has_run else self.offer.failed_starts + 1
+
+    def end(self, reason: str, *, host_is_gone: bool = False) -> None:
+        """Takes how the worker ended, once: its host reports it, and may be lost after that."""
+        if not self._ended.done():
+            self.host_is_gone = host_is_gone
+            self._ended.set_result(reason)
+            self.started.set()
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._ended)
+
+    def stop(self) -> None:
+        self._order("stop")
+
+    def terminate(self) -> None:
+        self._order("terminate")
+
+    def kill(self) -> None:
+        self._order("kill")
+
+    def _order(self, kind: str) -> None:
+        self.asked = kind
+        if self.offer.is_away:
+            # No order reaches it.
+            self.end(f"its host {self.host.name} is gone: its connection broke", host_is_gone=True)
+        elif not self._ended.done():
+            self.offer.order(JoinOrder(kind, self.spec.instance, self.why))
+
+
+class Offer:
+    """A host that offers to run one worker of a service at a time. is_ready: it has all that such a worker reads.
+    is_leaving: it was asked to leave, and takes no other worker. is_revoked: its key is admitted no more. is_away: its
+    connection is lost. ended: its workers that ended. failed_starts: of workers that took no call, in a row. copied:
+    bytes of files. lists_files: their digests are computed for it. devices: of its worker, in a pool of GPUs."""
+
+    def __init__(self, request: JoinRequest) -> None:
+        self.service = request.service
+        self.proof = request.proof
+        self.host = HostId(request.machine, request.memory, request.host)
+        self.devices: tuple[str, ...] = ()
+        self.worker: JoinedWorker | None = None
+        self.is_ready = False
+        self.is_leaving = False
+        self.is_revoked = False
+        self.is_away = False
+        self.ended = 0
+        self.failed_starts = 0
+        self.copied = 0
+        self.lists_files = False
+        self.orders: asyncio.Queue[JoinOrder] = asyncio.Queue(MAX_ORDERS)
+
+    @property
+    def site(self) -> Site:
+        return self.host.machine, self.host.name
+
+    @property
+    def is_free(self) -> bool:
+        return self.is_ready and not self.is_leaving and self.worker is None
+
+    def runs_rank_of(self, spec: WorkerSpec) -> bool:
+        """Returns whether it runs another rank of the replica that a worker belongs to."""
+        mine = self.worker.spec if self.worker is not None else None
+        return mine is not None and (mine.service, mine.replica) == (spec.service, spec.replica)
+
+    @property
+    def state(self) -> HostState:
+        if self.worker is not None and self.worker.started.is_set():
+            return HostState.WORKS
+        return HostState.WAITS if self.is_free else HostState.STARTS
+
+    def order(self, order: JoinOrder) -> None:
+        with suppress(asyncio.QueueFull):  # The host does not read, and is lost soon.
+            self.orders.put_nowait(order)
+
+    def may_follow(self, former: "Offer", instance: str) -> bool:
+        """Returns whether this is the host of an earlier offer, which comes back with the worker that runs there."""
+        worker = former.worker
+        same = (former.service, former.proof, former.host) == (self.service, self.proof, self.host)
+        return same and worker is not None and not worker.has_ended and worker.spec.instance == instance
+
+    def take_over(self, former: "Offer") -> None:
+        """Goes on with the worker of an earlier offer of this host."""
+        assert former.worker is not None, "`may_follow` was asked"
+        self.worker = former.worker
+        self.worker.offer = self
+        former.worker = None
+        self.devices = former.devices
+        self.is_ready = True
+        if self.worker.asked:
+            self.order(JoinOrder(self.worker.asked, self.worker.spec.instance, self.worker.why))
+
+    def start(self, spec: WorkerSpec, devices: tuple[str, ...]) -> JoinedWorker:
+        self.devices = devices
+        spec = replace(spec, devices=devices)
+        self.worker = JoinedWorker(spec, self)
+        self.order(JoinOrder("start", spec.instance, spec.to_json()))
+        return self.worker
+
 
 # ---- places for workers, and why a host may not take one -----------------------------------------------------------
 
@@ -107,6 +249,80 @@ class Places:
             f"{service} workers compute on {self.device}, and host {host.name} has {found}: take a host that has it, "
             "or change their device in the experiment file"
         )
+
+
+# ---- probes, by which `asyncrl doctor --join` looks at the connection before a host joins --------------------------
+#
+#     host                                  ProbePoint
+#     probe(JoinRequest) ────────────────>  one turn every TURN seconds: what joining would be refused for, and a ticket
+#     clock() ───────────────────────────>  seconds on the controller's clock
+#     upload(ticket, data) ──────────────>  counted, up to PROBE_BYTES a turn
+#     download(ticket, count) ───────────>  as many bytes, up to PROBE_BYTES a turn
+#
+# The bounds hold for all hosts together: whoever has a key takes no more of the controller's network than they allow.
+
+
+@dataclass
+class ProbePoint:
+    """Answers probes. objection: returns why a host may not join, "" if it may. packages_of: returns the packages whose
+    versions have to agree for workers of a service. now: returns Unix time in seconds."""
+
+    objection: Callable[[JoinRequest], str]
+    packages_of: Callable[[str], Collection[str]]
+    versions: Mapping[str, str]
+    now: Callable[[], float] = time.time
+    _ticket: str = ""
+    _next_turn: float = 0.0
+    _left: dict[str, int] = field(default_factory=dict)
+    _payload: bytes = b""
+
+    def dispatch(self, call: Call) -> Awaitable[Any]:
+        """Runs a call of a probe. Raises Refused."""
+        match call.method, call.args:
+            case "probe", (JoinRequest() as request,):
+                return self._begin(request)
+            case "clock", ():
+                return self._clock()
+            case "upload", (str(ticket), bytes(data)):
+                return self._take(ticket, data)
+            case "download", (str(ticket), int(count)):
+                return self._give(ticket, count)
+        raise Refused(f"a probe has no part {call.method!r} like this")
+
+    async def _begin(self, request: JoinRequest) -> ProbeAnswer:
+        loop_time = asyncio.get_running_loop().time()
+        if loop_time < self._next_turn:
+            raise Refused(f"another probe runs; the next one may begin in {self._next_turn - loop_time:.1f} s")
+        self._next_turn = loop_time + TURN
+        self._ticket = secrets.token_hex(8)
+        self._left = {"upload": PROBE_BYTES, "download": PROBE_BYTES}
+        packages = list(self.packages_of(request.service))
+        return ProbeAnswer(self.objection(request), dict(self.versions), packages, self._ticket)
+
+    async def _clock(self) -> float:
+        return self.now()
+
+    async def _take(self, ticket: str, data: bytes) -> int:
+        self._count("upload", ticket, len(data))
+        return len(data)
+
+    async def _give(self, ticket: str, count: int) -> bytes:
+        self._count("download", ticket, count)
+        self._payload = self._payload or secrets.token_bytes(PART_BYTES)  # Nothing on the way can compress it.
+        return self._payload[:count]
+
+    def _count(self, way: str, ticket: str, count: int) -> None:
+        """Takes the bytes of one part from what is left of the turn."""
+        if not self._ticket or ticket != self._ticket:
+            raise Refused("another probe has begun since")
+        if not 0 < count <= PART_BYTES:
+            raise Refused(f"a part of a probe has 1 to {PART_BYTES} bytes, not {count}")
+        if count > self._left[way]:
+            raise Refused(f"a probe may move {PROBE_BYTES} bytes each way")
+        self._left[way] -= count
+
+
+# ---- the point where hosts join ------------------------------------------------------------------------------------
 
 
 START_DEADLINE = 60.0
@@ -281,7 +497,8 @@ class JoinPoint:
         pool = self.places[offer.service].pool
         if pool is None or not pool.has_gpus:
             return ()
-        same = [each for each in self._known if each.worker and on_one_machine(each, offer)]
+        here = offer.host.fault_domain
+        same = [each for each in self._known if each.worker and each.host.fault_domain == here]
         taken = {device for each in same if each.service == offer.service for device in each.devices}
         users = Counter(device for each in same for device in each.devices)
         return tuple(sorted((each for each in pool.devices if each not in taken), key=users.__getitem__))

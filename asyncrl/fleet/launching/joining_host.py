@@ -365,6 +365,3 @@ class _JoinedHost:
 
     async def report(self, what: str, *args: Any) -> None:
         await self.client.call(what, (self.agent, *args), CALL_DEADLINE)
-
-
-# ---- what a host does in a run -------------------------------------------------------------------------------------

@@ -69,25 +69,6 @@ class Admitted:
     proof: str
 
 
-class Admissions:
-    """The admitted keys of a folder, as they were when it was last looked at. found: by name. public_keys: of them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._seen: tuple[tuple[str, int, int], ...] = ()
-        self.found: tuple[Admitted, ...] = ()
-        self.public_keys: frozenset[str] = frozenset()
-
-    def look(self) -> None:
-        """Reads the files again where one came, changed or went. One that is being written counts once it is whole."""
-        paths = sorted(self._folder.glob(f"*{ADMITTED}"))
-        seen = tuple((path.name, status.st_mtime_ns, status.st_size) for path, status in _statuses(paths))
-        if seen != self._seen:
-            self.found = tuple(each for path in paths if (each := _admitted(path)) is not None)
-            self.public_keys = frozenset(each.public for each in self.found)
-            self._seen = seen
-
-
 def _statuses(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
     for path in paths:
         with suppress(FileNotFoundError):  # It was revoked just now.
@@ -101,16 +82,18 @@ def _admitted(path: Path) -> Admitted | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KeyFolder:
-    """The keys of one controller. path: a folder that exists."""
+    """The keys of one controller. path: a folder that exists. admitted: as they were when it was last looked at, by
+    name."""
 
     path: Path
-    _admissions: Admissions = field(init=False, repr=False, compare=False)
+    admitted: tuple[Admitted, ...] = field(default=(), init=False, repr=False, compare=False)
+    _public: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
+    _seen: tuple[tuple[str, int, int], ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_admissions", Admissions(self.path))
-        self._admissions.look()
+        self._look()
 
     @classmethod
     def made(cls, path: Path) -> "KeyFolder":
@@ -129,9 +112,9 @@ class KeyFolder:
         """Returns the pair of the controller, which accepts itself and, at each handshake and message, the keys that
         are admitted then (`follow`). Raises ConfigError when there is no pair, or no key was admitted."""
         fields = _read(self.path / CONTROLLER)
-        if not self._admissions.found:
+        if not self.admitted:
             raise ConfigError(f"{self.path} admits no key: `asyncrl admit {self.path} ROLE` makes one")
-        return CurveKeys(fields["public"], fields["secret"], admitted_now=lambda: self._admissions.public_keys)
+        return CurveKeys(fields["public"], fields["secret"], admitted_now=lambda: self._public)
 
     def key_of(self, role: str, name: str = "") -> Path:
         """Returns the key of workers of a role; makes it and admits it where it is missing. name: role by default."""
@@ -158,7 +141,16 @@ class KeyFolder:
     def look(self) -> None:
         """Takes over which keys are admitted now; nothing changes while the folder cannot be read."""
         with suppress(OSError):
-            self._admissions.look()
+            self._look()
+
+    def _look(self) -> None:
+        """Reads the files again where one came, changed or went. One that is being written counts once it is whole."""
+        paths = sorted(self.path.glob(f"*{ADMITTED}"))
+        seen = tuple((path.name, status.st_mtime_ns, status.st_size) for path, status in _statuses(paths))
+        if seen != self._seen:
+            self.admitted = tuple(each for path in paths if (each := _admitted(path)) is not None)
+            self._public = frozenset(each.public for each in self.admitted)
+            self._seen = seen
 
     async def follow(self) -> None:
         """Takes that over again and again, until cancelled; a disk that is slow holds up no loop."""
@@ -168,7 +160,7 @@ class KeyFolder:
 
     def role_of(self, proof: str) -> str:
         """Returns the role whose workers have this proof; "" for a key that was revoked."""
-        return next((each.role for each in self._admissions.found if hmac.compare_digest(each.proof, proof)), "")
+        return next((each.role for each in self.admitted if hmac.compare_digest(each.proof, proof)), "")
 
 
 def _proof(secret: str) -> str:

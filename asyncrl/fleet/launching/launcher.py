@@ -168,35 +168,28 @@ class GuestWorker:
 
 @dataclass(slots=True, eq=False)
 class SharedProcess:
-    """Starts a host with its guest, once both are wanted. Neither is started again."""
+    """Launches a host, a worker of this service, and its guest, once both are wanted. Neither is started again.
+    launcher: of the host."""
 
+    service: str
     launcher: Launcher | None = None
     guest: asyncio.Future[WorkerSpec] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     started: asyncio.Future[LaunchedWorker] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def spawn(self, spec: WorkerSpec) -> LaunchedWorker:
+        if spec.service != self.service:
+            self.guest.set_result(spec)
+            return GuestWorker(await asyncio.shield(self.started))
         assert self.launcher is not None, "the host has a launcher"
         launched = await self.launcher.spawn(replace(spec, guest=await self.guest))
         self.started.set_result(launched)
         return launched
 
     def clean_up(self, spec: WorkerSpec) -> None:
-        assert self.launcher is not None, "the host has a launcher"
-        self.launcher.clean_up(spec)
-
-
-@dataclass(frozen=True, slots=True)
-class GuestLauncher:
-    """Launches the guest of a process: the host's launcher starts it."""
-
-    process: SharedProcess
-
-    async def spawn(self, spec: WorkerSpec) -> GuestWorker:
-        self.process.guest.set_result(spec)
-        return GuestWorker(await asyncio.shield(self.process.started))
-
-    def clean_up(self, spec: WorkerSpec) -> None:
-        unlink_instance_segments(spec.facts.run, spec.facts.incarnation, spec.instance)
+        if spec.service == self.service and self.launcher is not None:
+            self.launcher.clean_up(spec)
+        else:
+            unlink_instance_segments(spec.facts.run, spec.facts.incarnation, spec.instance)
 
 
 class SharedProcesses:
@@ -211,7 +204,7 @@ class SharedProcesses:
         """Returns what starts a worker. launcher: what would, without guests."""
         if service in self._hosts:
             host, ranks = self._hosts[service]
-            return GuestLauncher(self._process(host, ranks[replica][rank] if ranks else replica))
+            return self._process(host, ranks[replica][rank] if ranks else replica)
         if service not in {host for host, _ in self._hosts.values()}:
             return launcher
         process = self._process(service, rank)
@@ -219,7 +212,7 @@ class SharedProcesses:
         return process
 
     def _process(self, host: str, number: int) -> SharedProcess:
-        return self._processes.setdefault((host, number), SharedProcess())
+        return self._processes.setdefault((host, number), SharedProcess(host))
 
 
 async def end_worker(launched: LaunchedWorker) -> None:

@@ -15,8 +15,9 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute, record_profile
 from asyncrl.fleet.worker.process_memory import gpu_use, resident_bytes
-from asyncrl.fleet.worker.rank_meeting import RankMeeting
+from asyncrl.fleet.worker.rank_meeting import LOOPBACK, NETWORK, RankMeeting
 from asyncrl.fleet.worker.worker_spec import Implementation, RunFacts, WorkerSpec
+from asyncrl.lanes.bound_socket import host_of, on_tcp
 from asyncrl.lanes.data.recorder import LaneRecorder
 from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.data.row_store import RowRetention, RowStore
@@ -29,6 +30,7 @@ from asyncrl.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
     from asyncrl.lanes.data.row_reader import RowReader
+    from asyncrl.lanes.weights.transports.transport_ends import WeightNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,19 @@ class WorkerContext:
     @property
     def config(self) -> Config:
         return self.spec.facts.config
+
+    def weight_network(self) -> "WeightNetwork":
+        """Returns what this worker's end of the weight lane needs of a network. It listens where the worker listens for
+        readers of rows."""
+        from asyncrl.lanes.weights.chunk_codec import WireCodec
+        from asyncrl.lanes.weights.transports.transport_ends import WeightNetwork  # It imports torch.
+
+        data = self.spec.addresses.data
+        host = host_of(data) if data.startswith(NETWORK) else LOOPBACK
+        codec = WireCodec[self.config.weights.codec.upper()]
+        device = (self.config.training if self.spec.service == "training" else self.config.generation).device
+        wire = self.reader.wire
+        return WeightNetwork(wire, on_tcp(host, "*"), self.spec.hello, self.tasks, codec, self.facts.heartbeat, device)
 
 
 RENEW = "renew"

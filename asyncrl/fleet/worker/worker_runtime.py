@@ -9,7 +9,7 @@ Each lane has a socket and a receiving task of its own, so health and pause are 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -206,22 +206,18 @@ def _reader(spec: WorkerSpec, wire: Wire, recorder: LaneRecorder | None) -> RowR
 
 
 async def _serve(service: Service, wire: Wire, tasks: asyncio.TaskGroup, stop: asyncio.Event, admit: Admit) -> None:
-    context = service.context
     spec = service.context.spec
+    own: dict[Lane, dict[str, Any]] = {
+        Lane.CONTROL: {"queued": False},
+        Lane.WORK: {"finished": lambda: service.finished},
+    }
     listeners = {lane: wire.listen(getattr(spec.addresses, lane.value)) for lane in Lane}
-    beat = spec.facts.heartbeat
-    control_calls = _with_own_calls(_dispatch(service, Lane.CONTROL), admit, context.rank_meeting)
-    seen: dict[str, Any] = {"heartbeat": beat, "may_miss": MISSED_HEARTBEATS}
-    control = Server(listeners[Lane.CONTROL], control_calls, spec.hello, queued=False, **seen)
-    work = Server(
-        listeners[Lane.WORK],
-        _with_renewal(_dispatch(service, Lane.WORK), service),
-        spec.hello,
-        finished=lambda: service.finished,
-        **seen,
-    )
-    servers = {Lane.CONTROL: control, Lane.WORK: work}
-    serving = [tasks.create_task(server.serve(), name=f"{lane.value} lane") for lane, server in servers.items()]
+    serving = []
+    for lane, listener in listeners.items():
+        calls = _with_own_calls(_dispatch(service, lane), lane, service, admit)
+        seen = {"heartbeat": spec.facts.heartbeat, "may_miss": MISSED_HEARTBEATS, **own[lane]}
+        server = Server(listener, calls, spec.hello, **seen)
+        serving.append(tasks.create_task(server.serve(), name=f"{lane.value} lane"))
     starting = tasks.create_task(service.begin(), name="start")
     await stop.wait()
     for task in (starting, *serving):
@@ -238,35 +234,30 @@ def _dispatch(service: Service, lane: Lane) -> Dispatch:
     return recorder.around(dispatcher, REPLAYED[service.context.spec.service], service.tensor_digests)
 
 
-def _with_own_calls(dispatch: Dispatch, admit: Admit, meeting: RankMeeting) -> Dispatch:
-    """Returns what runs the calls of the control lane: those of the service, lists of callers to admit, and the address
-    at which ranks meet."""
-
-    async def take_callers(callers: object) -> None:
-        if not isinstance(callers, dict):
-            raise Refused(f"{ADMIT} takes the callers of each lane, not {callers!r:.100}")
-        admit(callers)
-
-    async def take_address(address: object) -> str:
-        if not isinstance(address, str):
-            raise Refused(f"{MEET} takes the address at which ranks meet, not {address!r:.100}")
-        return meeting.take(address)
-
-    own: Mapping[str, Callable[[object], Awaitable[Any]]] = {ADMIT: take_callers, MEET: take_address}
-    return lambda call: own[call.method](*call.args[:1] or (None,)) if call.method in own else dispatch(call)
+OWN_CALLS = {
+    Lane.CONTROL: {ADMIT: "the callers of each lane", MEET: "the address at which ranks meet"},
+    Lane.WORK: {RENEW: "a number and a folder"},
+}
+"""Calls of each lane that are the worker's own, with what they take."""
 
 
-def _with_renewal(dispatch: Dispatch, service: Service) -> Dispatch:
-    """Returns what runs the calls of the work lane: those of the service, and the call that takes it into the next
-    incarnation of the run, behind all calls and cancellations that were sent before."""
+def _with_own_calls(dispatch: Dispatch, lane: Lane, service: Service, admit: Admit) -> Dispatch:
+    """Returns what runs the calls of a lane: those of the service, and the worker's own. The one that takes it into the
+    next incarnation of the run comes behind all calls and cancellations that were sent before."""
+    context = service.context
 
-    async def renew(incarnation: object, checkpoint: object) -> None:
-        if type(incarnation) is not int or not isinstance(checkpoint, str):
-            raise Refused(f"{RENEW} takes a number and a folder, not {incarnation!r:.100} and {checkpoint!r:.100}")
-        await service.started()
-        await service.renew(service.context.facts.renewed(incarnation, Path(checkpoint)))
+    async def own(call: Call) -> Any:
+        match call.method, call.args:
+            case "admit", (dict(callers),):
+                return admit(callers)
+            case "meet", (str(address),):
+                return context.rank_meeting.take(address)
+            case "renew", (int(incarnation), str(checkpoint)) if not isinstance(incarnation, bool):
+                await service.started()
+                return await service.renew(service.context.facts.renewed(incarnation, Path(checkpoint)))
+        raise Refused(f"{call.method} takes {OWN_CALLS[lane][call.method]}, not {call.args!r:.100}")
 
-    return lambda call: renew(*call.args) if call.method == RENEW else dispatch(call)
+    return lambda call: own(call) if call.method in OWN_CALLS[lane] else dispatch(call)
 
 
 def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: int, row_bytes: int) -> RowStore:

@@ -1,7 +1,8 @@
 """The number of workers changes while the supervisor runs, on virtual time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.wire import InprocWire
 from asyncrl.protocols.messages import Call
 from asyncrl.protocols.service_contracts import Generation, Reward, Training
-from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.fake_workers import FACTS, FakeConnection, FakeProcess
+from tests.virtual_time import within
 
 SPECS = [
     ServiceSpec("generation", Generation, "x:Y"),
@@ -61,85 +62,67 @@ class Scene:
     def listed(self) -> list[str]:
         return [worker.name for worker in self.fleet.workers["generation"]]
 
-
-def playing(play: Callable[[Scene], Awaitable[None]]) -> None:
-    async def main() -> None:
-        hosts = Hosts()
-        said = list[str]()
-        numbers = iter(range(1000))
-        platform = Platform(InprocWire(), lambda spec: hosts, lambda: f"{next(numbers):08x}", lambda line: None)
-        fleet = RunningFleet(platform, SPECS, FACTS, said.append, "asyncrl run")
-        fleet.supervisor._connect = lambda spec: FakeConnection(_starts, greets=True)
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(fleet.supervisor.run())
-            await fleet.supervisor.all_started.wait()
-            await play(Scene(fleet, hosts, said, running))
-            running.cancel()
-
-    virtual_loop.run(main())
+    async def scale(self, count: int, seconds: float = 1.0) -> str:
+        """Scales generation, and lets so many seconds pass."""
+        done = scale(self.fleet, "generation", count)
+        await asyncio.sleep(seconds)
+        return done
 
 
-def test_more_workers_start_and_fewer_end_with_the_highest_numbers() -> None:
-    async def play(scene: Scene) -> None:
-        assert scale(scene.fleet, "generation", 3) == "generation: 1 -> 3; generation1.0, generation2.0 start"
-        await asyncio.sleep(1)
-        assert scene.alive() == ["generation0.0", "generation1.0", "generation2.0"]
-        done = scale(scene.fleet, "generation", 2)
-        assert done == "generation: 3 -> 2; generation2.0 end with what they have, within 60 s"
-        await asyncio.sleep(1)
-        assert scene.alive() == scene.listed() == ["generation0.0", "generation1.0"]
-        assert "generation2.0-0-" in scene.said[-1]
-        assert scene.said[-1].endswith("has left: it finished what it had")
-        await asyncio.sleep(60)
-        assert scene.alive() == ["generation0.0", "generation1.0"], "it stays away"
-        assert scale(scene.fleet, "generation", 3) == "generation: 2 -> 3; generation2.0 start"
-        await asyncio.sleep(1)
-        assert len(scene.alive()) == 3
-
-    playing(play)
+@within
+@asynccontextmanager
+async def playing() -> AsyncIterator[Scene]:
+    hosts = Hosts()
+    said = list[str]()
+    numbers = iter(range(1000))
+    platform = Platform(InprocWire(), lambda spec: hosts, lambda: f"{next(numbers):08x}", lambda line: None)
+    fleet = RunningFleet(platform, SPECS, FACTS, said.append, "asyncrl run")
+    fleet.supervisor._connect = lambda spec: FakeConnection(_starts, greets=True)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(fleet.supervisor.run())
+        await fleet.supervisor.all_started.wait()
+        yield Scene(fleet, hosts, said, running)
+        running.cancel()
 
 
-def test_a_worker_ends_only_when_it_has_finished_what_it_has() -> None:
-    async def play(scene: Scene) -> None:
-        scale(scene.fleet, "generation", 2)
-        await asyncio.sleep(1)
-        replica = scene.fleet.workers["generation"].replicas[1]
-        with replica:
-            scale(scene.fleet, "generation", 1)
-            await asyncio.sleep(fleet.DRAIN / 2)
-            assert scene.alive() == ["generation0.0", "generation1.0"]
-            assert not replica.free
-        await asyncio.sleep(1)
-        assert scene.alive() == ["generation0.0"]
-
-    playing(play)
+@playing
+async def test_more_workers_start_and_fewer_end_with_the_highest_numbers(scene: Scene) -> None:
+    assert await scene.scale(3) == "generation: 1 -> 3; generation1.0, generation2.0 start"
+    assert scene.alive() == ["generation0.0", "generation1.0", "generation2.0"]
+    assert await scene.scale(2) == "generation: 3 -> 2; generation2.0 end with what they have, within 60 s"
+    assert scene.alive() == scene.listed() == ["generation0.0", "generation1.0"]
+    assert "generation2.0-0-" in scene.said[-1]
+    assert scene.said[-1].endswith("has left: it finished what it had")
+    await asyncio.sleep(60)
+    assert scene.alive() == ["generation0.0", "generation1.0"], "it stays away"
+    assert await scene.scale(3) == "generation: 2 -> 3; generation2.0 start"
+    assert len(scene.alive()) == 3
 
 
-def test_a_worker_that_was_dismissed_and_is_wanted_again_comes_back() -> None:
-    async def play(scene: Scene) -> None:
-        scale(scene.fleet, "generation", 2)
-        await asyncio.sleep(1)
-        with scene.fleet.workers["generation"].replicas[1]:
-            scale(scene.fleet, "generation", 1)
-            await asyncio.sleep(1)
-            scale(scene.fleet, "generation", 2)
-        await asyncio.sleep(2)
+@pytest.mark.parametrize("is_wanted_again", [False, True])
+@playing
+async def test_a_worker_ends_only_when_it_has_finished_and_comes_back_if_it_is_wanted_again(
+    scene: Scene, is_wanted_again: bool
+) -> None:
+    await scene.scale(2)
+    replica = scene.fleet.workers["generation"].replicas[1]
+    with replica:
+        await scene.scale(1, fleet.DRAIN / 2)
         assert scene.alive() == ["generation0.0", "generation1.0"]
-        assert scene.fleet.workers["generation"].replicas[1].free
+        assert not replica.free
+        if is_wanted_again:
+            await scene.scale(2, 0.0)
+    await asyncio.sleep(2)
+    assert scene.alive() == ["generation0.0", "generation1.0"][: 1 + is_wanted_again]
+    assert replica.free == is_wanted_again
 
-    playing(play)
 
-
-def test_a_worker_that_nobody_has_started_yet_goes_first() -> None:
-    async def play(scene: Scene) -> None:
-        scene.hosts.absent = True
-        scale(scene.fleet, "generation", 3)
-        await asyncio.sleep(1)
-        scale(scene.fleet, "generation", 1)
-        await asyncio.sleep(1)
-        assert scene.alive() == scene.listed() == ["generation0.0"]
-
-    playing(play)
+@playing
+async def test_a_worker_that_nobody_has_started_yet_goes_first(scene: Scene) -> None:
+    scene.hosts.absent = True
+    await scene.scale(3)
+    await scene.scale(1)
+    assert scene.alive() == scene.listed() == ["generation0.0"]
 
 
 @pytest.mark.parametrize(
@@ -152,25 +135,21 @@ def test_a_worker_that_nobody_has_started_yet_goes_first() -> None:
         ("generation", MOST_WORKERS + 1, "is out of range"),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(service: str, count: int, why: str) -> None:
-    async def play(scene: Scene) -> None:
-        with pytest.raises(Refused, match=why):
-            scale(scene.fleet, service, count)
-        assert scene.listed() == ["generation0.0"]
-
-    playing(play)
+@playing
+async def test_what_cannot_be_is_refused_and_changes_nothing(scene: Scene, service: str, count: int, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        scale(scene.fleet, service, count)
+    assert scene.listed() == ["generation0.0"]
 
 
-def test_a_run_that_is_ending_starts_no_more_workers() -> None:
-    async def play(scene: Scene) -> None:
-        for process in scene.hosts.processes.values():
-            process.ignores = ("stop",)
-        scene.supervision.cancel()
-        await asyncio.sleep(1)
-        with pytest.raises(Refused, match=r"the run is ending, and starts no generation1\.0 any more"):
-            scale(scene.fleet, "generation", 2)
-
-    playing(play)
+@playing
+async def test_a_run_that_is_ending_starts_no_more_workers(scene: Scene) -> None:
+    for process in scene.hosts.processes.values():
+        process.ignores = ("stop",)
+    scene.supervision.cancel()
+    await asyncio.sleep(1)
+    with pytest.raises(Refused, match=r"the run is ending, and starts no generation1\.0 any more"):
+        scale(scene.fleet, "generation", 2)
 
 
 # ---- the way of a command --------------------------------------------------------------------------------
@@ -214,20 +193,12 @@ async def test_nobody_commands_a_run_without_its_keys(tmp_path: Path) -> None:
             await send_command(ours, "scale", "generation", 3)
 
 
-def test_workers_in_a_pool_of_gpus_get_one_each_and_no_more_than_there_are() -> None:
-    pooled = replace(SPECS[0], devices=[("cuda:1",), ("cuda:0",)])
-
-    async def play(scene: Scene) -> None:
-        scene.fleet.specs["generation"] = pooled
-        with pytest.raises(Refused, match="the pool of generation has room for 2"):
-            scale(scene.fleet, "generation", 3)
-        scale(scene.fleet, "generation", 2)
-        await asyncio.sleep(5)
-        assert {name.split("-")[0]: process.spec.devices for name, process in scene.hosts.processes.items()} == {
-            "generation0.0": (),
-            "generation1.0": ("cuda:0",),
-            "reward0.0": (),
-            "training0.0": (),
-        }
-
-    playing(play)
+@playing
+async def test_workers_in_a_pool_of_gpus_get_one_each_and_no_more_than_there_are(scene: Scene) -> None:
+    scene.fleet.specs["generation"] = replace(SPECS[0], devices=[("cuda:1",), ("cuda:0",)])
+    with pytest.raises(Refused, match="the pool of generation has room for 2"):
+        await scene.scale(3)
+    await scene.scale(2, 5)
+    devices = {name.split("-")[0]: process.spec.devices for name, process in scene.hosts.processes.items()}
+    assert devices.pop("generation1.0") == ("cuda:0",)
+    assert devices == dict.fromkeys(("generation0.0", "reward0.0", "training0.0"), ())

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, assert_type
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL, THREE_D_PP_
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Idempotent, Lane, endpoint
-from asyncrl.simulation import virtual_loop
+from tests.virtual_time import on_virtual_time
 
 
 def striped(weights: object, layout: Layout) -> list[Rows]:
@@ -98,8 +98,20 @@ def numbers(*values: int) -> Batch:
     return Batch({"number": Column.of([np.array([value], np.int64) for value in values])})
 
 
+def group_of(number: int) -> PromptGroup:
+    return PromptGroup(number, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
+
+
+GROUP = group_of(0)
+
+
+async def dies(*args: Any) -> Any:
+    raise PeerLost("killed by SIGKILL")
+
+
 async def test_an_unknown_endpoint_names_the_nearest() -> None:
     handle = make_handle(Sums, fleet_of(answering(None)), 5.0)
+    assert_type(handle, Sums)  # So mypy finds wrong arguments of calls.
     with pytest.raises(UnknownEndpoint, match="Sums has no endpoint 'duoble'; did you mean 'double'"):
         handle.duoble  # type: ignore[attr-defined]  # noqa: B018
 
@@ -132,9 +144,6 @@ async def test_ranks_whose_answer_does_not_count_are_not_asked_for_it() -> None:
 
 @pytest.mark.parametrize(("dead", "answer"), [(1, [0]), (0, None)])
 async def test_a_rank_that_was_not_asked_does_not_answer_for_one_that_died(dead: int, answer: list[int] | None) -> None:
-    async def dies() -> list[int]:
-        raise PeerLost("killed")
-
     channels = [ScriptedChannel(dies) if rank == dead else answering([rank]) for rank in range(2)]
     call = make_handle(Sums, fleet_of(*channels), 5.0).stages()
     if answer is None:
@@ -157,14 +166,6 @@ async def test_one_of_goes_to_the_replica_with_fewest_outstanding_calls() -> Non
         asked = [tasks.create_task(handle.ask(str(number))) for number in range(6)]
     assert [len(channel.calls) for channel in (first, second, third)] == [2, 2, 2]
     assert [task.result() for task in asked] == list("012345")
-
-
-async def test_one_of_avoids_a_dead_replica() -> None:
-    dead = answering("dead")
-    alive = answering("alive")
-    workers = fleet_of(dead, alive)
-    workers.worker(0, 0).lost("killed by SIGKILL", restarting=True)
-    assert await make_handle(Sums, workers, 5.0).ask("who?") == "alive"
 
 
 async def test_a_call_to_one_replica_waits_for_no_other() -> None:
@@ -190,9 +191,8 @@ async def test_a_dead_instance_is_asked_which_groups_it_worked_for() -> None:
     workers = fleet_of(ScriptedChannel(wait), answering("free"))
     first, second = (worker.instance for worker in workers)
     rows = BatchRef(tuple(RowRef(group, 0, 0, 0, 1, 1, 0, 0, "stop", ()) for group in (4, 4, 5)))
-    group = PromptGroup(7, 0, 0, "prompt", (0,), 1, 0, 1.0, 8, 30.0)
     async with asyncio.TaskGroup() as tasks:
-        for args in ((rows, {}), (group,), ("neither",)):
+        for args in ((rows, {}), (group_of(7),), ("neither",)):
             tasks.create_task(workers.worker(0, 0).call(Sums.endpoints["ask"], args, 5.0))
         await asyncio.sleep(0)
         assert sorted(workers.groups_at(first)) == [4, 4, 5, 7]
@@ -206,54 +206,45 @@ async def test_a_dead_instance_is_asked_which_groups_it_worked_for() -> None:
 @pytest.mark.parametrize(
     ("heartbeats", "present"), [(0, [2, 3]), (1, [1, 2, 3]), (2, [1, 2])], ids=["heard", "one unanswered", "silent"]
 )
-def test_a_silent_worker_died_of_a_call_that_came_before_its_silence(heartbeats: int, present: list[int]) -> None:
+@on_virtual_time
+async def test_a_silent_worker_died_of_a_call_that_came_before_its_silence(heartbeats: int, present: list[int]) -> None:
     """Group 1 gives up its call long before the death is known, and group 3 makes one in the silence."""
+    channel = ScriptedChannel(lambda group: asyncio.Event().wait())
+    (worker,) = fleet_of(channel)
 
-    async def main() -> list[int]:
-        channel = ScriptedChannel(lambda group: asyncio.Event().wait())
-        (worker,) = fleet_of(channel)
+    def call(group: int) -> asyncio.Task[Any]:
+        return tasks.create_task(worker.call(Sums.endpoints["ask"], (group_of(group),), 60.0))
 
-        def call(group: int) -> asyncio.Task[Any]:
-            prompts = PromptGroup(group, 0, 0, "prompt", (0,), 1, 0, 1.0, 8, 30.0)
-            return tasks.create_task(worker.call(Sums.endpoints["ask"], (prompts,), 60.0))
-
-        async with asyncio.TaskGroup() as tasks:
-            calls = [call(1), call(2)]
-            await asyncio.sleep(4.0)
-            channel.silence = Silence(asyncio.get_running_loop().time(), heartbeats) if heartbeats else None
-            await asyncio.sleep(2.0)
-            calls.append(call(3))
-            calls[0].cancel()
-            await asyncio.sleep(6.0)
-            worker.lost("no sign of life", restarting=True)
-            found = worker.groups_at(worker.instance)
-            for each in calls:
-                each.cancel()
-        return sorted(found)
-
-    assert virtual_loop.run(main()) == present
+    async with asyncio.TaskGroup() as tasks:
+        calls = [call(1), call(2)]
+        await asyncio.sleep(4.0)
+        channel.silence = Silence(asyncio.get_running_loop().time(), heartbeats) if heartbeats else None
+        await asyncio.sleep(2.0)
+        calls.append(call(3))
+        calls[0].cancel()
+        await asyncio.sleep(6.0)
+        worker.lost("no sign of life", restarting=True)
+        assert sorted(worker.groups_at(worker.instance)) == present
+        for each in calls:
+            each.cancel()
 
 
-def test_a_worker_that_is_heard_on_one_lane_is_not_silent() -> None:
-    async def main() -> list[int]:
-        work, control = (ScriptedChannel(lambda group: asyncio.Event().wait()) for _ in range(2))
-        worker = RemoteWorker("sums", 0, 0, lambda: None)
-        worker.connected("sums0.0-0-1", {Lane.WORK: work, Lane.CONTROL: control})
-        work.silence = Silence(asyncio.get_running_loop().time() - 1.0, 2)
-        prompts = PromptGroup(3, 0, 0, "prompt", (0,), 1, 0, 1.0, 8, 30.0)
-        async with asyncio.TaskGroup() as tasks:
-            call = tasks.create_task(worker.call(Sums.endpoints["ask"], (prompts,), 60.0))
-            await asyncio.sleep(0)
-            worker.lost("a gap", restarting=True)
-            found = worker.groups_at(worker.instance)
-            call.cancel()
-        return found
-
-    assert virtual_loop.run(main()) == [3]
+@on_virtual_time
+async def test_a_worker_that_is_heard_on_one_lane_is_not_silent() -> None:
+    work, control = (ScriptedChannel(lambda group: asyncio.Event().wait()) for _ in range(2))
+    worker = RemoteWorker("sums", 0, 0, lambda: None)
+    worker.connected("sums0.0-0-1", {Lane.WORK: work, Lane.CONTROL: control})
+    work.silence = Silence(asyncio.get_running_loop().time() - 1.0, 2)
+    async with asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(worker.call(Sums.endpoints["ask"], (group_of(3),), 60.0))
+        await asyncio.sleep(0)
+        worker.lost("a gap", restarting=True)
+        assert worker.groups_at(worker.instance) == [3]
+        call.cancel()
 
 
 async def test_a_pure_call_is_repeated_once_on_the_restarted_replica() -> None:
-    async def dies(question: str) -> str:
+    async def dies_and_returns(question: str) -> str:
         worker.lost("killed by SIGKILL", restarting=True)
         asyncio.get_running_loop().call_soon(back)
         raise PeerLost("killed by SIGKILL")
@@ -262,16 +253,13 @@ async def test_a_pure_call_is_repeated_once_on_the_restarted_replica() -> None:
         worker.connected("sums0.0-0-b", {Lane.WORK: second, Lane.CONTROL: second})
 
     second = answering("from the second instance")
-    workers = fleet_of(ScriptedChannel(dies))
+    workers = fleet_of(ScriptedChannel(dies_and_returns))
     worker = workers.worker(0, 0)
     assert await make_handle(Sums, workers, 5.0).ask("who?") == "from the second instance"
     assert len(second.calls) == 1
 
 
 async def test_a_call_that_changes_state_is_never_repeated() -> None:
-    async def dies(*args: Any) -> Any:
-        raise PeerLost("killed by SIGKILL")
-
     first = ScriptedChannel(dies)
     second = ScriptedChannel(dies)
     handle = make_handle(Sums, fleet_of(first, second), 5.0)
@@ -298,9 +286,6 @@ async def test_a_worker_that_does_not_return_is_not_waited_for() -> None:
 
 
 async def test_a_call_to_everybody_leaves_out_who_dies_meanwhile() -> None:
-    async def dies(*args: Any) -> Any:
-        raise PeerLost("killed")
-
     handle = make_handle(Sums, fleet_of(answering(["a"]), ScriptedChannel(dies), answering(["c"])), 5.0)
     assert await handle.names() == ["a", "c"]
 
@@ -321,9 +306,6 @@ async def test_an_error_of_one_rank_is_raised_bare_and_stops_the_others() -> Non
     with pytest.raises(ValueError, match="this rank cannot"):
         await handle.double(numbers(1, 2))
     assert stopped.is_set()
-
-
-GROUP = PromptGroup(0, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
 
 
 async def test_closing_a_stream_closes_it_in_the_worker() -> None:
@@ -351,45 +333,10 @@ async def test_deadlines_come_from_the_config_or_from_the_group() -> None:
     assert 29.5 + GROUP_MARGIN < counted <= 30.0 + GROUP_MARGIN
 
 
-TYPED = """
-from asyncrl.fleet.service_calls import make_handle
-from asyncrl.protocols.service_contracts import Generation
-from asyncrl.fleet.replicas import Replicas
-
-async def algorithm(service: Replicas) -> None:
-    generation = make_handle(Generation, service, 1.0)
-    reveal_type(generation)
-    await generation.pause()
-    generation.generate(3)
-    await generation.texts("refs")
-"""
-
-
-def test_a_wrong_argument_fails_the_type_check(tmp_path: Any) -> None:
-    from mypy import api
-
-    snippet = tmp_path / "algorithm.py"
-    snippet.write_text(TYPED)
-    cache = f"--cache-dir={tmp_path / 'cache'}"
-    told, _, status = api.run(["--strict", "--follow-imports=silent", cache, str(snippet)])
-    assert status == 1
-    assert 'Revealed type is "asyncrl.protocols.service_contracts.Generation"' in told
-    assert 'algorithm.py:10: error: Argument 1 to "generate" of "Generation"' in told
-    assert 'algorithm.py:11: error: Argument 1 to "texts" of "Generation"' in told
-    assert "Found 2 errors" in told
-
-
 @pytest.mark.parametrize(("endpoint_name", "worked"), [("ask", True), ("names", False)])
-def test_a_worker_has_worked_once_it_answered_a_call_of_the_work_lane(endpoint_name: str, worked: bool) -> None:
-    async def main() -> None:
-        async def answer(*args: object) -> str:
-            return "answer"
-
-        worker = RemoteWorker("sums", 0, 0, lambda: None)
-        worker.connected("sums0.0-0-a", dict.fromkeys(Lane, ScriptedChannel(answer)))
-        await worker.call(Sums.endpoints[endpoint_name], (), 1.0)
-        assert worker.has_worked == worked
-        worker.connected("sums0.0-0-b", dict.fromkeys(Lane, ScriptedChannel(answer)))
-        assert not worker.has_worked
-
-    virtual_loop.run(main())
+async def test_a_worker_has_worked_once_it_answered_a_call_of_the_work_lane(endpoint_name: str, worked: bool) -> None:
+    (worker,) = fleet_of(answering("answer"))
+    await worker.call(Sums.endpoints[endpoint_name], (), 1.0)
+    assert worker.has_worked == worked
+    worker.connected("sums0.0-0-b", dict.fromkeys(Lane, answering("answer")))
+    assert not worker.has_worked

@@ -1,26 +1,31 @@
 """The supervisor on virtual time, over processes that end when the test says so."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from asyncrl.errors import ConfigError, FleetFailed, PeerLost
+from asyncrl.controller.recovery import why_lost
+from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet import supervisor
 from asyncrl.fleet.launching.launcher import end_worker
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.fleet.replicas import Replicas
-from asyncrl.fleet.supervisor import Supervisor, WorkerSlot
+from asyncrl.fleet.supervisor import DeathCounter, Learners, Supervisor, WorkerSlot
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import EndpointSpec, Idempotent, Lane
-from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.fake_workers import FakeConnection, FakeProcess, spec_of
+from tests.virtual_time import on_virtual_time, within
 
 
 class Stage:
@@ -93,20 +98,29 @@ class Stage:
         await self.workers.wait_for_live(asyncio.get_running_loop().time() + 1000)
 
 
-def acting(play: Callable[[Stage], Awaitable[None]], **options: Any) -> Stage:
-    """Run `play` beside the supervisor, on virtual time."""
-    stages = []
+@asynccontextmanager
+async def staged(**options: Any) -> AsyncIterator[Stage]:
+    """A stage beside its supervisor, which runs until the end of the block."""
+    stage = Stage(**options)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(stage.supervisor.run())
+        yield stage
+        running.cancel()
 
-    async def main() -> None:
-        stage = Stage(**options)
-        stages.append(stage)
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(stage.supervisor.run())
-            await play(stage)
-            running.cancel()
 
-    virtual_loop.run(main())
-    return stages[0]
+def acting(**options: Any) -> Callable[..., Any]:
+    """Runs a test with a stage on virtual time."""
+    return within(partial(staged, **options))
+
+
+def fails(error: type[Exception], match: str | None = None, **raised: Any) -> AbstractContextManager[Any]:
+    return pytest.RaisesGroup(pytest.RaisesExc(error, match=match, **raised))
+
+
+def pauses(stage: Stage) -> list[float]:
+    """Returns the seconds from each start of the worker to the next one."""
+    spawned = [at for at, event in stage.events if event.startswith("spawn")]
+    return [round(later - earlier, 3) for earlier, later in pairwise(spawned)]
 
 
 async def caught(call: Awaitable[None]) -> str:
@@ -115,19 +129,17 @@ async def caught(call: Awaitable[None]) -> str:
     return str(lost.value)
 
 
-def test_a_dead_worker_is_restarted_after_a_growing_pause() -> None:
-    async def play(stage: Stage) -> None:
-        for _ in range(4):
-            await stage.wait_for_live()
-            stage.supervisor.progressed()
-            await stage.kill()
+@acting()
+async def test_a_dead_worker_is_restarted_after_a_growing_pause(stage: Stage) -> None:
+    for _ in range(4):
         await stage.wait_for_live()
-
-    events = acting(play).events
-    spawned = [at for at, event in events if event.startswith("spawn")]
-    assert [round(later - earlier, 3) for earlier, later in pairwise(spawned)] == [0.5, 1, 2, 4]
-    names = [event for _, event in events][:6]
-    assert names == [
+        stage.supervisor.progressed()
+        await stage.kill()
+        assert stage.connections[-1].reason == "killed by SIGKILL", "outstanding calls fail with the cause of death"
+        assert stage.worker.status == "echo0.0 does not answer: killed by SIGKILL"
+    await stage.wait_for_live()
+    assert pauses(stage) == [0.5, 1, 2, 4]
+    assert [event for _, event in stage.events][:6] == [
         "spawn echo0.0-0-0",
         "started echo0.0-0-0",
         "lost echo0.0-0-0",
@@ -137,199 +149,143 @@ def test_a_dead_worker_is_restarted_after_a_growing_pause() -> None:
     ]
 
 
-def test_outstanding_calls_fail_with_the_cause_of_death() -> None:
-    async def play(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    ("lived", "worked", "expected"),
+    [
+        ((0, 0, 0, supervisor.LONG_LIFE, 0), 0, [0.5, 1, 2, supervisor.LONG_LIFE + 0.5, 1]),
+        ((0, 0, 0, 0), 3, [0.5, 1, 0.5, 1]),
+    ],
+)
+@acting()
+async def test_a_worker_that_lived_long_or_answered_work_is_restarted_as_if_it_had_never_died(
+    stage: Stage, lived: tuple[float, ...], worked: int, expected: list[float]
+) -> None:
+    """worked: the number of the instance that did."""
+    for number, seconds in enumerate(lived, start=1):
         await stage.wait_for_live()
-        stage.processes[0].die()
-        await stage.connections[0].lost.wait()
-        assert stage.connections[0].reason == "killed by SIGKILL"
-        assert stage.worker.status == "echo0.0 does not answer: killed by SIGKILL"
-
-    acting(play)
+        await asyncio.sleep(seconds)
+        stage.worker.has_worked = number == worked
+        stage.supervisor.progressed()
+        await stage.kill()
+    await stage.wait_for_live()
+    assert pauses(stage) == expected
 
 
 HANG = EndpointSpec("hang", ONE_OF, Lane.WORK, Idempotent.NO, False)
 
 
-def test_a_death_that_a_socket_tells_first_has_the_cause_that_the_kernel_knows() -> None:
-    async def play(stage: Stage) -> None:
-        await stage.wait_for_live()
-        async with asyncio.TaskGroup() as tasks:
-            call = tasks.create_task(caught(stage.worker.call(HANG, (), 60.0)))
-            await asyncio.sleep(1)
-            stage.connections[0].fail("the connection to ipc://echo broke")
-            assert not stage.worker.alive
-            await asyncio.sleep(0.3)
-            stage.processes[0].die("exited with status 3")
-        assert call.result() == "echo0.0-0-0: exited with status 3"
-        assert stage.reasons == ["exited with status 3"]
-
-    acting(play)
-
-
-def test_a_link_that_broke_for_itself_is_the_cause() -> None:
-    async def play(stage: Stage) -> None:
-        await stage.wait_for_live()
-        async with asyncio.TaskGroup() as tasks:
-            call = tasks.create_task(caught(stage.worker.call(HANG, (), 60.0)))
-            await asyncio.sleep(1)
-            stage.connections[0].fail("a gap in the numbers")
-        assert call.result() == "echo0.0-0-0: a gap in the numbers"
-        assert stage.reasons == ["a gap in the numbers"]
-
-    acting(play)
-
-
-def test_six_deaths_without_a_finished_group_end_the_fleet() -> None:
-    async def play(stage: Stage) -> None:
-        for _ in range(supervisor.MAX_DEATHS):
-            await stage.wait_for_live()
-            await stage.kill()
-        await asyncio.Event().wait()
-
-    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, match="echo0.0 died 6 times .* Resume with: asyncrl run")):
-        acting(play)
-
-
-@pytest.mark.parametrize(("alone", "others", "ends"), [(True, (), False), (True, (8,), True), (False, (), True)])
-def test_the_fleet_goes_on_while_one_suspect_is_tested(alone: bool, others: tuple[int, ...], ends: bool) -> None:
-    """Eight deaths of a worker that worked for group 7; it ends when others were there, or 7 is no suspect."""
-
-    async def play(stage: Stage) -> None:
-        if alone:
-            stage.isolated[7] = frozenset()
-        stage.worker.groups_at = lambda instance: [7, *others]  # type: ignore[method-assign]
-        for _ in range(supervisor.MAX_DEATHS if ends else supervisor.MAX_DEATHS + 2):
-            await stage.wait_for_live()
-            await stage.kill()
-        if ends:
-            await asyncio.Event().wait()
-
-    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, match="died 6 times")) if ends else nullcontext():
-        acting(play)
-
-
-def test_the_death_of_a_worker_that_cannot_be_restarted_ends_the_fleet_at_once() -> None:
-    async def play(stage: Stage) -> None:
-        await stage.wait_for_live()
-        await stage.kill()
-        with pytest.raises(FleetFailed, match="killed by SIGKILL"):
-            await stage.wait_for_live()
-        await asyncio.Event().wait()
-
-    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, check=lambda error: error.exit_code == 75)):
-        acting(play, restart=False)
-
-
-def test_a_slow_start_is_no_death() -> None:
-    async def slow(_: int) -> None:
-        await asyncio.sleep(50)
-
-    async def play(stage: Stage) -> None:
-        await stage.supervisor.all_started.wait()
-        assert asyncio.get_running_loop().time() == 50
-
-    assert len(acting(play, start=slow).processes) == 1
-
-
-def test_what_a_worker_raises_at_its_first_start_ends_the_fleet_as_it_is() -> None:
-    async def refuse(_: int) -> None:
-        raise ConfigError("write this instead")
-
-    async def play(stage: Stage) -> None:
-        await stage.supervisor.all_started.wait()
-
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="write this instead")):
-        acting(play, start=refuse)
-
-
-def test_what_a_worker_raises_at_a_restart_counts_as_a_death() -> None:
-    async def refuse_second(count: int) -> None:
-        if count == 2:
-            raise ConfigError("the model is gone")
-
-    async def play(stage: Stage) -> None:
-        await stage.wait_for_live()
-        await stage.kill()
-        await stage.wait_for_live()
-        assert len(stage.processes) == 3
-
-    stage = acting(play, start=refuse_second)
-    assert [event for _, event in stage.events if event.startswith("started")] == [
-        "started echo0.0-0-0",
-        "started echo0.0-0-2",
-    ]
-
-
-def test_a_worker_that_lives_but_never_greets_ends_the_fleet() -> None:
-    async def play(stage: Stage) -> None:
-        async with asyncio.timeout(60):
-            await stage.supervisor.all_started.wait()
-
-    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, match="it hung up")):
-        acting(play, greets=False)
-
-
-def test_a_broken_link_ends_the_worker_behind_it() -> None:
-    async def play(stage: Stage) -> None:
-        await stage.wait_for_live()
+@pytest.mark.parametrize("dies", [True, False])
+@acting()
+async def test_the_cause_of_a_loss_is_the_death_that_the_kernel_knows_or_else_the_broken_link(
+    stage: Stage, dies: bool
+) -> None:
+    await stage.wait_for_live()
+    async with asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(caught(stage.worker.call(HANG, (), 60.0)))
+        await asyncio.sleep(1)
         stage.connections[0].fail("a gap in the numbers")
         assert not stage.worker.alive
-        await stage.wait_for_live()
-        assert stage.processes[0].requests == ["stop"]
+        await asyncio.sleep(0.3)
+        if dies:
+            stage.processes[0].die("exited with status 3")
+    cause = "exited with status 3" if dies else "a gap in the numbers"
+    assert call.result() == f"echo0.0-0-0: {cause}"
+    assert stage.reasons == [cause]
+    await stage.wait_for_live()
+    assert stage.processes[0].requests == ([] if dies else ["stop"]), "the worker behind a broken link is ended"
 
-    assert "lost echo0.0-0-0" in [event for _, event in acting(play).events]
+
+@pytest.mark.parametrize(
+    ("alone", "others", "ends"), [(True, (), False), (True, (8,), True), (False, (), True), (False, None, True)]
+)
+@on_virtual_time
+async def test_six_deaths_without_a_finished_group_end_the_fleet_unless_one_suspect_is_tested(
+    alone: bool, others: tuple[int, ...] | None, ends: bool
+) -> None:
+    """Deaths of a worker that worked for group 7; they count when others were there, or 7 is no suspect. None: it
+    worked for no group."""
+    failed = fails(FleetFailed, "echo0.0 died 6 times .* Resume with: asyncrl run")
+    with failed if ends else nullcontext():
+        async with staged() as stage:
+            if alone:
+                stage.isolated[7] = frozenset()
+            if others is not None:
+                stage.worker.groups_at = lambda instance: [7, *others]
+            for _ in range(supervisor.MAX_DEATHS if ends else supervisor.MAX_DEATHS + 2):
+                await stage.wait_for_live()
+                await stage.kill()
+            if ends:
+                await asyncio.Event().wait()
 
 
-def test_leaving_stops_and_cleans_up_all_workers() -> None:
-    async def play(stage: Stage) -> None:
+@on_virtual_time
+async def test_the_death_of_a_worker_that_cannot_be_restarted_ends_the_fleet_at_once() -> None:
+    with fails(FleetFailed, check=lambda error: error.exit_code == 75):
+        async with staged(restart=False) as stage:
+            await stage.wait_for_live()
+            await stage.kill()
+            with pytest.raises(FleetFailed, match="killed by SIGKILL"):
+                await stage.wait_for_live()
+            await asyncio.Event().wait()
+
+
+async def slow(_: int) -> None:
+    await asyncio.sleep(50)
+
+
+@acting(start=slow)
+async def test_a_slow_start_is_no_death(stage: Stage) -> None:
+    await stage.supervisor.all_started.wait()
+    assert (asyncio.get_running_loop().time(), len(stage.processes)) == (50, 1)
+
+
+@on_virtual_time
+async def test_a_worker_that_lives_but_never_greets_ends_the_fleet() -> None:
+    with fails(FleetFailed, "it hung up"):
+        async with staged(greets=False) as stage, asyncio.timeout(60):
+            await stage.supervisor.all_started.wait()
+
+
+async def never_at_first(instances: int) -> None:
+    if instances == 1:
+        await asyncio.Event().wait()
+
+
+@acting(start=never_at_first)
+async def test_a_worker_that_dies_while_it_starts_is_lost(stage: Stage) -> None:
+    await asyncio.sleep(1)
+    stage.processes[0].die("killed by SIGSEGV")
+    await stage.wait_for_live()
+    assert stage.reasons == ["killed by SIGSEGV"]
+
+
+@on_virtual_time
+async def test_leaving_stops_and_cleans_up_all_workers() -> None:
+    async with staged() as stage:
         await stage.wait_for_live()
         assert stage.instances == ["echo0.0-0-0"]
-
-    stage = acting(play)
     assert stage.processes[0].requests == ["stop"]
     assert [event for _, event in stage.events[-2:]] == ["clean up echo0.0-0-0", "cleaned up echo0.0-0-0"]
     assert not stage.instances
 
 
-def test_a_worker_that_is_started_again_elsewhere_is_in_another_fault_domain() -> None:
-    domains = []
-
-    async def play(stage: Stage) -> None:
-        stage.hosts = [HostId("a"), HostId("b")]
-        for _ in range(2):
-            await stage.wait_for_live()
-            domains.append(stage.worker.host.fault_domain)
-            await stage.kill()
-
-    acting(play)
-    assert domains == ["a", "b"]
-
-
-def test_a_worker_whose_host_left_does_not_count_as_dead() -> None:
-    async def play(stage: Stage) -> None:
-        for _ in range(2 * supervisor.MAX_DEATHS):
-            await stage.wait_for_live()
-            stage.processes[-1].has_left = True
-            await stage.kill()
+@acting()
+async def test_a_worker_that_is_started_again_elsewhere_is_in_another_fault_domain(stage: Stage) -> None:
+    stage.hosts = [HostId("a"), HostId("b"), HostId("c")]
+    for domain in ("a", "b"):
         await stage.wait_for_live()
+        assert stage.worker.host.fault_domain == domain
+        await stage.kill()
 
-    stage = acting(play)
+
+@acting()
+async def test_a_worker_whose_host_left_does_not_count_as_dead(stage: Stage) -> None:
+    for _ in range(2 * supervisor.MAX_DEATHS):
+        await stage.wait_for_live()
+        stage.processes[-1].has_left = True
+        await stage.kill()
+    await stage.wait_for_live()
     assert stage.left == 2 * supervisor.MAX_DEATHS
-
-
-def test_a_fleet_begins_without_the_workers_that_may_join_later() -> None:
-    async def main() -> None:
-        stage = Stage()
-        late = Replicas("late", 1, Layout())
-        never = WorkerSlot(late.worker(0, 0), late, stage._make_spec, NeverLauncher(), restart=True, is_awaited=False)
-        stage.supervisor._slots.append(never)
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(stage.supervisor.run())
-            await stage.supervisor.all_started.wait()
-            running.cancel()
-
-    virtual_loop.run(main())
 
 
 class NeverLauncher:
@@ -343,52 +299,117 @@ class NeverLauncher:
         raise AssertionError
 
 
-def test_a_worker_that_does_not_listen_is_ended_within_ten_seconds() -> None:
-    async def main() -> tuple[list[str], float]:
-        process = FakeProcess(spec_of("echo0.0-0-0"), ignores=("stop", "terminate"))
-        await end_worker(process)
-        return process.requests, asyncio.get_running_loop().time()
-
-    told, seconds = virtual_loop.run(main())
-    assert told == ["stop", "terminate", "kill"]
-    assert seconds < 10
-
-
-def test_a_worker_that_lived_long_is_restarted_as_if_it_had_never_died() -> None:
-    async def play(stage: Stage) -> None:
-        for lived in (0, 0, 0, supervisor.LONG_LIFE, 0):
-            await stage.wait_for_live()
-            await asyncio.sleep(lived)
-            stage.supervisor.progressed()
-            await stage.kill()
-        await stage.wait_for_live()
-
-    spawned = [at for at, event in acting(play).events if event.startswith("spawn")]
-    pauses = [round(later - earlier, 3) for earlier, later in pairwise(spawned)]
-    assert pauses == [0.5, 1, 2, supervisor.LONG_LIFE + 0.5, 1]
+@on_virtual_time
+async def test_a_fleet_begins_without_the_workers_that_may_join_later() -> None:
+    stage = Stage()
+    late = Replicas("late", 1, Layout())
+    never = WorkerSlot(late.worker(0, 0), late, stage._make_spec, NeverLauncher(), restart=True, is_awaited=False)
+    stage.supervisor._slots.append(never)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(stage.supervisor.run())
+        await stage.supervisor.all_started.wait()
+        running.cancel()
 
 
-def test_a_worker_that_answered_work_is_restarted_as_if_it_had_never_died() -> None:
-    async def play(stage: Stage) -> None:
-        for worked in (False, False, True, False):
-            await stage.wait_for_live()
-            stage.worker.has_worked = worked
-            stage.supervisor.progressed()
-            await stage.kill()
-        await stage.wait_for_live()
-
-    spawned = [at for at, event in acting(play).events if event.startswith("spawn")]
-    assert [round(later - earlier, 3) for earlier, later in pairwise(spawned)] == [0.5, 1, 0.5, 1]
+@on_virtual_time
+async def test_a_worker_that_does_not_listen_is_ended_within_ten_seconds() -> None:
+    process = FakeProcess(spec_of("echo0.0-0-0"), ignores=("stop", "terminate"))
+    await end_worker(process)
+    assert process.requests == ["stop", "terminate", "kill"]
+    assert asyncio.get_running_loop().time() < 10
 
 
-def test_a_worker_that_dies_while_it_starts_is_lost() -> None:
-    async def start(instances: int) -> None:
-        if instances == 1:
-            await asyncio.Event().wait()
+@pytest.mark.parametrize(("works_for", "is_drained"), [(5.0, 1), (30.0, 0)])
+@acting()
+async def test_an_instance_that_is_to_leave_ends_when_its_work_or_its_time_does(
+    stage: Stage, works_for: float, is_drained: int
+) -> None:
+    await stage.wait_for_live()
+    began = asyncio.get_running_loop().time()
+    (replica,) = stage.workers.replicas
+    with replica:  # A call that chose it runs there.
+        assert stage.supervisor.retire(stage.worker.instance, 20.0)
+        assert (replica.free, replica.alive) == (False, True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(works_for):
+                await stage.connections[-1].lost.wait()
+    await stage.connections[-1].lost.wait()
+    assert asyncio.get_running_loop().time() - began == pytest.approx(min(works_for, 20), abs=0.2)
+    await stage.wait_for_live()
+    assert replica.free, "the next instance takes calls"
+    assert (stage.left, stage.drained) == (1, is_drained)
+    assert stage.processes[0].requests == ["stop"]
+    assert not stage.supervisor.retire("echo0.0-0-0", 1.0), "it is gone"
 
-    async def play(stage: Stage) -> None:
-        await asyncio.sleep(1)
-        stage.processes[0].die("killed by SIGSEGV")
-        await stage.wait_for_live()
 
-    assert acting(play, start=start).reasons == ["killed by SIGSEGV"]
+# ---- which deaths of a worker end the run, and how long its restart waits ------------------------------------------
+
+
+def counter_after(deaths: int, *suspects: int) -> DeathCounter:
+    """Returns a counter after so many deaths beside others, and one of a worker that each of the suspects had alone."""
+    counter = DeathCounter()
+    for number, suspect in enumerate((*([None] * deaths), *suspects)):
+        counter.count(f"instance {number}", 0.0, suspect)
+    return counter
+
+
+@pytest.mark.parametrize(
+    ("deaths", "suspects", "unexplained"),
+    [
+        (2, (), 2),
+        (2, (7, 7, 7), 2),
+        (2, (7, 7, 7, 8, 8), 4),  # A second suspect: whatever the worker does, it dies.
+        (1, (7,) * (supervisor.MAX_TESTED + 2), 3),
+        (supervisor.MAX_DEATHS, (7,), supervisor.MAX_DEATHS),
+    ],
+)
+def test_deaths_of_the_one_suspect_that_had_the_worker_alone_do_not_count(
+    deaths: int, suspects: tuple[int, ...], unexplained: int
+) -> None:
+    counter = counter_after(deaths, *suspects)
+    assert counter.unexplained == unexplained
+    assert counter.is_too_often == (unexplained >= supervisor.MAX_DEATHS)
+    counter.progressed()
+    assert counter.unexplained == 0
+
+
+@given(st.lists(st.sampled_from(["progress", 0.0, supervisor.LONG_LIFE - 1, supervisor.LONG_LIFE]), max_size=40))
+def test_pauses_grow_with_short_lives_and_stay_bounded(events: list[str | float]) -> None:
+    """A number: a death after so many seconds of life; else a finished group."""
+    deaths = DeathCounter()
+    now = 0.0
+    since = 0
+    pause = supervisor.FIRST_PAUSE / 2
+    for number, lived in enumerate(events):
+        since = 0 if isinstance(lived, str) else since + 1
+        if isinstance(lived, str):
+            deaths.progressed()
+        else:
+            deaths.started_at = now
+            now += lived
+            assert deaths.count(f"instance {number}", now)
+            assert not deaths.count(f"instance {number}", now)
+            pause = (
+                supervisor.FIRST_PAUSE if lived >= supervisor.LONG_LIFE else min(2 * pause, supervisor.LONGEST_PAUSE)
+            )
+            assert deaths.pause_of(supervisor.LONGEST_PAUSE) == pause
+            assert deaths.is_too_often == (since >= supervisor.MAX_DEATHS)
+
+
+@acting(restart=False)
+async def test_a_return_waits_for_the_death_of_a_worker_that_was_killed_because_it_hung(stage: Stage) -> None:
+    stage.supervisor.learners = learners = Learners()
+    running: Any = SimpleNamespace(supervisor=stage.supervisor)
+    await stage.wait_for_live()
+    assert await why_lost(running) is None, "it lives, so a failed call has another cause"
+    stage.processes[0].kill = lambda: None
+    stage.supervisor.kill(stage.worker.instance)
+    assert stage.worker.alive, "the kernel takes its time"
+    waiting = asyncio.ensure_future(why_lost(running))
+    await asyncio.sleep(0)
+    await stage.kill()
+    assert await waiting == "echo0.0 died: killed by SIGKILL"
+    learners.start_again()
+    assert not learners.killed
+    await asyncio.sleep(0)
+    await stage.wait_for_live()

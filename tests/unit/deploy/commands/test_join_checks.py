@@ -12,9 +12,8 @@ from asyncrl.deploy import cli
 from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands import join_checks
 from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
-from asyncrl.fleet.launching.joining import installed_versions
+from asyncrl.fleet.launching.joining import Bandwidth, Clock, installed_versions
 from asyncrl.fleet.launching.key_folder import KeyFolder
-from asyncrl.fleet.launching.probe import Bandwidth, Clock
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols import messages

@@ -4,22 +4,21 @@ import asyncio
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.concurrency import running_beside
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
+from asyncrl.fleet.launching.join_point import JoinedWorker, JoinPoint, open_join_point
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.launching.key_folder import KeyFolder, WorkerKey
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.file_cache import FileCache, FileServer, OfferedFiles
-from asyncrl.lanes.host_id import HostId
 from tests.unit.fleet.fake_workers import spec_of
-from tests.unit.fleet.launching.test_joining import FakeLauncher
-
-ECHO = Places(needed=1, packages=("asyncrl",), command="asyncrl join echo")
+from tests.unit.fleet.launching.sites import ECHO, VERSIONS, fake_host
 
 
 @pytest.fixture
@@ -29,34 +28,37 @@ def address() -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
-def join_point(address: str, keys: KeyFolder) -> JoinPoint:
-    return JoinPoint(address, {"echo": ECHO}, keys.role_of, deadline=30.0, report=lambda text: None)
+def join_point(address: str, keys: KeyFolder, **changes: Any) -> JoinPoint:
+    plain = {"deadline": 30.0, "report": lambda text: None, "versions": VERSIONS}
+    return JoinPoint(address, {"echo": ECHO}, keys.role_of, **(plain | changes))
 
 
-def host(wire: ZmqWire, address: str, key: WorkerKey) -> JoiningHost:
-    launcher = FakeLauncher(HostId("h1", name="h1"))
-    stop = asyncio.Event()
-    said = list[str]()
-    files = FileCache(Path("/nowhere"), said.append)
-    return JoiningHost(
-        wire, address, "echo", key.proof, launcher, stop, files, timeout=30.0, say=said.append, host=launcher.host
-    )
+def host(wire: ZmqWire, address: str, key: WorkerKey, **changes: Any) -> JoiningHost:
+    return fake_host(wire, address=address, proof=key.proof, **changes)[0]
 
 
-async def test_a_host_with_an_admitted_key_gets_a_worker_to_run(address: str, tmp_path: Path) -> None:
+async def ended(joining: JoiningHost, point: JoinPoint, spec: WorkerSpec) -> JoinedWorker:
+    """Has a host run a worker until the host is to leave."""
+    task = asyncio.create_task(joining.serve())
+    async with asyncio.timeout(60):
+        worker = await point.spawn(spec)
+        joining.stop.set()
+        await task
+    return worker
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_host_with_an_admitted_key_gets_a_worker_also_if_the_key_is_made_while_the_run_goes_on(
+    is_late: bool, address: str, tmp_path: Path
+) -> None:
     keys = KeyFolder.made(tmp_path)
-    key = WorkerKey.read(keys.key_of("echo"))
-    with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(key.keys)) as there:
-        async with open_join_point(join_point(address, keys), here) as point:
-            joining = host(there, address, key)
-            task = asyncio.create_task(joining.serve())
-            async with asyncio.timeout(60):
-                worker = await point.spawn(spec_of("echo0.0-0-a"))
+    first = keys.key_of("echo")
+    with closing(ZmqWire(keys.controller_keys())) as here:
+        async with running_beside({"keys": keys.follow()}), open_join_point(join_point(address, keys), here) as point:
+            key = WorkerKey.read(KeyFolder(tmp_path).key_of("echo", "late") if is_late else first)
+            with closing(ZmqWire(key.keys)) as there:
+                worker = await ended(host(there, address, key), point, spec_of("echo0.0-0-a"))
                 assert worker.host.name == "h1"
-                worker.kill()
-                await worker.wait()
-                joining.stop.set()
-                await task
 
 
 async def test_a_host_starts_its_worker_with_its_own_paths_of_the_files(address: str, tmp_path: Path) -> None:
@@ -67,25 +69,19 @@ async def test_a_host_starts_its_worker_with_its_own_paths_of_the_files(address:
         file.parent.mkdir()
         file.write_text("{}")
     key = WorkerKey.read(keys.key_of("echo"))
-    offered = [OfferedFiles(run_dir, "run", ("config.toml",)), OfferedFiles(model, "folder")]
+    files = FileServer({"echo": [OfferedFiles(run_dir, "run", ("config.toml",)), OfferedFiles(model, "folder")]})
     spec = spec_of("echo0.0-0-a")
     spec = replace(spec, facts=replace(spec.facts, run_dir=run_dir, model_dir=model), options={"model": str(model)})
     with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(key.keys)) as there:
-        point = join_point(address, keys)
-        point.files = FileServer({"echo": offered})
-        async with open_join_point(point, here):
-            joining = host(there, address, key)
-            joining.files = FileCache(tmp_path / "cache", lambda text: None)
-            task = asyncio.create_task(joining.serve())
-            async with asyncio.timeout(60):
-                worker = await point.spawn(spec)  # The run directory has no logs, so it is not written by this host.
-                (started,) = joining.launcher.workers  # type: ignore[attr-defined]
-                assert started.spec.facts.model_dir == model, "it is seen"
-                assert started.spec.options == {"model": str(model)}
-                assert started.spec.facts.run_dir.parent == tmp_path / "cache" / "runs"
-                assert worker.spec.facts.run_dir == run_dir
-                joining.stop.set()
-                await task
+        async with open_join_point(join_point(address, keys, files=files), here) as point:
+            joining = host(there, address, key, files=FileCache(tmp_path / "cache", print))
+            # The run directory has no logs, so it is not written by this host.
+            worker = await ended(joining, point, spec)
+            (started,) = joining.launcher.workers  # type: ignore[attr-defined]
+            assert started.spec.facts.model_dir == model, "it is seen"
+            assert started.spec.options == {"model": str(model)}
+            assert started.spec.facts.run_dir.parent == tmp_path / "cache" / "runs"
+            assert worker.spec.facts.run_dir == run_dir
 
 
 @pytest.mark.parametrize("whose", ["another controller's", "one made for another controller"])
@@ -118,29 +114,12 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
                 pass
 
 
-async def test_a_key_that_is_made_while_a_run_goes_on_joins_at_once(address: str, tmp_path: Path) -> None:
-    keys = KeyFolder.made(tmp_path)
-    keys.key_of("echo")
-    with closing(ZmqWire(keys.controller_keys())) as here:
-        async with running_beside({"keys": keys.follow()}), open_join_point(join_point(address, keys), here) as point:
-            key = WorkerKey.read(KeyFolder(tmp_path).key_of("echo", "late"))
-            with closing(ZmqWire(key.keys)) as there:
-                joining = host(there, address, key)
-                task = asyncio.create_task(joining.serve())
-                async with asyncio.timeout(60):
-                    worker = await point.spawn(spec_of("echo0.0-0-a"))
-                    worker.kill()
-                    await worker.wait()
-                    joining.stop.set()
-                    await task
-
-
 async def test_a_revoked_key_ends_what_runs_with_it_and_opens_no_connection(address: str, tmp_path: Path) -> None:
     keys = KeyFolder.made(tmp_path)
     said = list[str]()
     key, other = (WorkerKey.read(keys.key_of("echo", name)) for name in ("rented", "own"))
     with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(key.keys)) as there:
-        point = replace(join_point(address, keys), report=said.append)
+        point = join_point(address, keys, report=said.append)
         async with running_beside({"keys": keys.follow()}), open_join_point(point, here), asyncio.timeout(60):
             joining = host(there, address, key)
             task = asyncio.create_task(joining.serve())
@@ -150,14 +129,9 @@ async def test_a_revoked_key_ends_what_runs_with_it_and_opens_no_connection(addr
             assert worker.has_left, "which is no death"
             with pytest.raises(ConfigError, match="the key of h1 was revoked"):
                 await task
-            assert isinstance(joining.launcher, FakeLauncher)
-            assert [process.dead for process in joining.launcher.workers] == [True]
+            assert [process.dead for process in joining.launcher.workers] == [True]  # type: ignore[attr-defined]
             assert said[-1] == "the key of h1 was revoked; its echo worker ends"
             with pytest.raises(ConfigError, match="does not accept the key of this host"):
                 await host(there, address, key).serve()
             with closing(ZmqWire(other.keys)) as again:
-                rejoined = host(again, address, other)
-                task = asyncio.create_task(rejoined.serve())
-                await point.spawn(spec_of("echo0.0-0-b"))
-                rejoined.stop.set()
-                await task
+                await ended(host(again, address, other), point, spec_of("echo0.0-0-b"))

@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import Refused
-from asyncrl.fleet.launching.probe import (
+from asyncrl.fleet.launching.join_point import ProbePoint
+from asyncrl.fleet.launching.joining import (
     PART_BYTES,
     PROBE_BYTES,
     ROUND_TRIPS,
     TURN,
     WINDOW,
-    ProbePoint,
     measure_bandwidth,
     measure_clock,
     probe,
 )
 from asyncrl.protocols.messages import Call, JoinRequest
-from asyncrl.simulation import virtual_loop
-from tests.unit.fleet.launching.test_joining import ADDRESS, VERSIONS, site
+from tests.unit.fleet.launching.sites import ADDRESS, VERSIONS, Site, playing
+from tests.virtual_time import on_virtual_time
 
 
 def request(proof: str = "echo", service: str = "echo", torch: str = "2", agent: str = "a1") -> JoinRequest:
@@ -34,37 +34,28 @@ async def ask(point: ProbePoint, method: str, *args: Any) -> Any:
     return await point.dispatch(Call(0, method, args, 1.0))
 
 
-def test_a_probe_says_what_joining_would_and_takes_no_place() -> None:
-    async def main() -> None:
-        async with site() as here:
-            found = await probe(here.wire, ADDRESS, request())
-            assert (found.answer.objection, found.answer.packages) == ("", ["asyncrl", "torch"])
-            assert found.answer.versions == VERSIONS
-            assert found.up.bytes == found.down.bytes == PROBE_BYTES
-            assert here.said == ["1 echo workers are to join at inproc://joining; each by: asyncrl join echo"]
-            assert here.point._offers == {}
-            for wrong, why in (
-                (request("other"), "is of reward workers"),
-                (request("gone"), "is not admitted, or no more"),
-                (request(torch="1"), "the controller has torch 2, and host h1 has torch 1"),
-                (request(service="training"), "no training workers join this run"),
-            ):
-                assert why in (await probe(here.wire, ADDRESS, wrong)).answer.objection
-
-    virtual_loop.run(main())
+@playing()
+async def test_a_probe_says_what_joining_would_and_takes_no_place(here: Site) -> None:
+    found = await probe(here.wire, ADDRESS, request())
+    assert (found.answer.objection, found.answer.packages) == ("", ["asyncrl", "torch"])
+    assert found.answer.versions == VERSIONS
+    assert found.up.bytes == found.down.bytes == PROBE_BYTES
+    assert here.said == ["1 echo workers are to join at inproc://joining; each by: asyncrl join echo"]
+    assert here.point._offers == {}
+    for wrong, why in (
+        (request("other"), "is of reward workers"),
+        (request("gone"), "is not admitted, or no more"),
+        (request(torch="1"), "the controller has torch 2, and host h1 has torch 1"),
+        (request(service="training"), "no training workers join this run"),
+    ):
+        assert why in (await probe(here.wire, ADDRESS, wrong)).answer.objection
 
 
-def test_one_turn_at_a_time_however_many_ask() -> None:
-    async def main() -> float:
-        async with site() as here:
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            asked = [probe(here.wire, ADDRESS, request(agent=f"a{number}")) for number in range(3)]
-            found = await asyncio.gather(*asked)
-            assert len({each.answer.ticket for each in found}) == 3
-            return loop.time() - began
-
-    assert virtual_loop.run(main()) >= 2 * TURN
+@playing()
+async def test_one_turn_at_a_time_however_many_ask(here: Site) -> None:
+    found = await asyncio.gather(*(probe(here.wire, ADDRESS, request(agent=f"a{number}")) for number in range(3)))
+    assert len({each.answer.ticket for each in found}) == 3
+    assert asyncio.get_running_loop().time() >= 2 * TURN
 
 
 async def test_a_turn_moves_so_many_bytes_each_way_and_no_more() -> None:
@@ -106,59 +97,50 @@ async def test_other_calls_are_no_part_of_a_probe() -> None:
         await ask(point(), "upload", "ticket", 12)
 
 
-def test_the_offset_is_that_of_the_fastest_round_trip() -> None:
+@on_virtual_time
+async def test_the_offset_is_that_of_the_fastest_round_trip() -> None:
     """The controller's clock is 7 s ahead; the answer takes longer than the question, so that the offset is wrong by
     less than the uncertainty and not by nothing."""
+    loop = asyncio.get_running_loop()
+    asked = 0
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        asked = 0
+    async def theirs() -> float:
+        nonlocal asked
+        asked += 1
+        slow = 1.0 if asked != 5 else 0.01
+        await asyncio.sleep(slow)
+        answer = loop.time() + 7.0
+        await asyncio.sleep(3 * slow)
+        return answer
 
-        async def theirs() -> float:
-            nonlocal asked
-            asked += 1
-            slow = 1.0 if asked != 5 else 0.01
-            await asyncio.sleep(slow)
-            answer = loop.time() + 7.0
-            await asyncio.sleep(3 * slow)
-            return answer
-
-        clock = await measure_clock(theirs, loop.time)
-        assert asked == ROUND_TRIPS
-        assert clock.offset == pytest.approx(7.0 - 0.01)
-        assert clock.uncertainty == pytest.approx(0.02)
-        assert clock.median == pytest.approx(4.0)
-
-    virtual_loop.run(main())
+    clock = await measure_clock(theirs, loop.time)
+    assert asked == ROUND_TRIPS
+    assert [clock.offset, clock.uncertainty, clock.median] == pytest.approx([7.0 - 0.01, 0.02, 4.0])
 
 
 @pytest.mark.parametrize(("part_takes", "expected"), [(0.1, PROBE_BYTES), (2.0, 2 * WINDOW * PART_BYTES)])
-def test_bandwidth_is_measured_for_a_few_seconds_at_most(part_takes: float, expected: int) -> None:
-    async def main() -> None:
-        async def move() -> int:
-            await asyncio.sleep(part_takes)
-            return PART_BYTES
+@on_virtual_time
+async def test_bandwidth_is_measured_for_a_few_seconds_at_most(part_takes: float, expected: int) -> None:
+    async def move() -> int:
+        await asyncio.sleep(part_takes)
+        return PART_BYTES
 
-        found = await measure_bandwidth(move)
-        assert found.bytes == expected
-        assert found.rate == pytest.approx(WINDOW * PART_BYTES / part_takes)
-
-    virtual_loop.run(main())
+    found = await measure_bandwidth(move)
+    assert found.bytes == expected
+    assert found.rate == pytest.approx(WINDOW * PART_BYTES / part_takes)
 
 
-def test_a_measurement_that_is_refused_counts_what_it_moved() -> None:
-    async def main() -> None:
-        moved = 0
+@on_virtual_time
+async def test_a_measurement_that_is_refused_counts_what_it_moved() -> None:
+    moved = 0
 
-        async def move() -> int:
-            nonlocal moved
-            await asyncio.sleep(0.1)
-            if moved == 3:
-                raise Refused("another probe has begun since")
-            moved += 1
-            return PART_BYTES
+    async def move() -> int:
+        nonlocal moved
+        await asyncio.sleep(0.1)
+        if moved == 3:
+            raise Refused("another probe has begun since")
+        moved += 1
+        return PART_BYTES
 
-        found = await measure_bandwidth(move)
-        assert (found.bytes, found.problem) == (3 * PART_BYTES, "another probe has begun since")
-
-    virtual_loop.run(main())
+    found = await measure_bandwidth(move)
+    assert (found.bytes, found.problem) == (3 * PART_BYTES, "another probe has begun since")

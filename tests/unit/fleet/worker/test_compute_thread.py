@@ -1,5 +1,7 @@
 import asyncio
 import threading
+from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -17,82 +19,44 @@ class Hand:
         return self.time
 
 
-def test_time_is_booked_by_what_runs() -> None:
+@pytest.mark.parametrize(
+    ("happens", "busy", "starved", "blocked", "sync", "overhead"),
+    [
+        # Idle, waiting for the compute thread, and computing, whatever the calls do meanwhile.
+        ("1 +serving 3 +computing +serving 6 -serving 7 -computing 8 -serving 10", 4, 3, 0, 0, 3),
+        # A call that ends while its function computes leaves the thread busy.
+        ("+serving +computing -serving 5 -computing 6", 5, 1, 0, 0, 0),
+        # Waiting for weights is sync unless something computes; another call changes nothing.
+        ("+serving +awaiting_weights 2 +computing 5 -computing +serving 6 -serving 9 -awaiting_weights -serving 10",
+         3, 1, 0, 6, 0),
+        # An exchange on the compute thread is sync whatever else happens.
+        ("+computing 1 +exchanging 2 +serving +computing 4 -computing -serving 7 -exchanging 8 -computing",
+         2, 0, 0, 6, 0),
+        # Open calls for which nothing can be computed are idle time.
+        ("+serving 1 +out_of_work blocked 3 +awaiting_weights 4 -awaiting_weights +serving 8 -serving -out_of_work 9 "
+         "-serving", 0, 0, 6, 1, 2),
+    ],
+)  # fmt: skip
+def test_time_is_booked_by_what_runs(
+    happens: str, busy: int, starved: int, blocked: int, sync: int, overhead: int
+) -> None:
+    """happens: what begins (+) and ends (-), and the seconds on the clock from then on."""
     hand = Hand()
     clock = StateClock(hand)
     occupancy = Occupancy(clock)
-    hand.time = 1  # a second of idling
-    with occupancy.serving():
-        hand.time = 3  # two seconds of waiting for the compute thread
-        with occupancy.computing():
-            with occupancy.serving():
-                hand.time = 6
-            hand.time = 7  # four seconds of computing, whatever the calls do
-        hand.time = 8
-    hand.time = 10
-    assert clock.spent()[1] == {"busy": 4, "starved": 3, "blocked": 0, "sync": 0, "overhead": 3}
-
-
-def test_a_call_that_ends_while_its_function_computes_leaves_the_thread_busy() -> None:
-    hand = Hand()
-    clock = StateClock(hand)
-    occupancy = Occupancy(clock)
-    call = occupancy.serving()
-    job = occupancy.computing()
-    call.__enter__()
-    job.__enter__()
-    call.__exit__(None, None, None)
-    hand.time = 5
-    job.__exit__(None, None, None)
-    hand.time = 6
-    assert (clock.spent()[1]["busy"], clock.spent()[1]["starved"]) == (5, 1)
-
-
-def test_waiting_for_weights_is_sync_unless_something_computes() -> None:
-    hand = Hand()
-    clock = StateClock(hand)
-    occupancy = Occupancy(clock)
-    with occupancy.serving(), occupancy.awaiting_weights():
-        hand.time = 2  # two seconds of waiting, in which a call is open
-        with occupancy.computing():
-            hand.time = 5
-        with occupancy.serving():
-            hand.time = 6  # another call changes nothing
-        hand.time = 9
-    hand.time = 10
-    assert clock.spent()[1] == {"busy": 3, "starved": 1, "blocked": 0, "sync": 6, "overhead": 0}
-
-
-def test_an_exchange_on_the_compute_thread_is_sync_whatever_else_happens() -> None:
-    hand = Hand()
-    clock = StateClock(hand)
-    occupancy = Occupancy(clock)
-    with occupancy.computing():
-        hand.time = 1
-        with occupancy.exchanging():
-            hand.time = 2
-            with occupancy.serving(), occupancy.computing():
-                hand.time = 4
-            hand.time = 7
-        hand.time = 8
-    assert clock.spent()[1] == {"busy": 2, "starved": 0, "blocked": 0, "sync": 6, "overhead": 0}
-
-
-def test_open_calls_for_which_nothing_can_be_computed_are_idle_time() -> None:
-    hand = Hand()
-    clock = StateClock(hand)
-    occupancy = Occupancy(clock)
-    with occupancy.serving():
-        hand.time = 1
-        with occupancy.out_of_work():
+    running: dict[str, list[Any]] = defaultdict(list)
+    for each in happens.split():
+        if each[0] == "+":
+            running[each[1:]].append(getattr(occupancy, each[1:])())
+            running[each[1:]][-1].__enter__()
+        elif each[0] == "-":
+            running[each[1:]].pop().__exit__(None, None, None)
+        elif each == "blocked":
             clock.idle_because("blocked")
-            hand.time = 3
-            with occupancy.awaiting_weights():
-                hand.time = 4
-            with occupancy.serving():
-                hand.time = 8
-        hand.time = 9
-    assert clock.spent()[1] == {"busy": 0, "starved": 0, "blocked": 6, "sync": 1, "overhead": 2}
+        else:
+            hand.time = float(each)
+    expected = {"busy": busy, "starved": starved, "blocked": blocked, "sync": sync, "overhead": overhead}
+    assert clock.spent()[1] == expected
 
 
 async def test_functions_run_one_after_the_other_beside_the_loop() -> None:
@@ -104,6 +68,8 @@ async def test_functions_run_one_after_the_other_beside_the_loop() -> None:
         if number == 0:
             first_may_end.wait(10)
         order.append(number)
+        if number == 3:
+            raise ZeroDivisionError
         return threading.current_thread().name
 
     async with asyncio.TaskGroup() as tasks:
@@ -114,11 +80,6 @@ async def test_functions_run_one_after_the_other_beside_the_loop() -> None:
     assert order == [0, 1, 2]
     assert {task.result() for task in running} == {"compute"}
     assert compute.queued == 0
-    compute.close()
-
-
-async def test_an_error_comes_out_of_run() -> None:
-    compute = ThreadCompute(Occupancy(StateClock(Hand())))
     with pytest.raises(ZeroDivisionError):
-        await compute.run(lambda: 1 / 0)
+        await compute.run(work, 3)
     compute.close()

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,7 @@ def test_a_specification_survives_its_line_of_json() -> None:
         facts=facts,
         options={"depth": [1, 2]},
     )
+    spec = replace(spec, guest=replace(spec, service="generation", instance="generation3.0-2-0a0b0c0e"))
     line = spec.to_json()
     assert "\n" not in line
     assert WorkerSpec.from_json(line) == spec
