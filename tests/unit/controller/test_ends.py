@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, ppo
+from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.controller import Algorithm, Controller
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal.ledger import Trained
@@ -65,8 +66,8 @@ def ended(scene: Scene, then: Callable[[Scene], Any] = lambda scene: None) -> fl
     return times[0] - STOPS
 
 
-def scene_of(trainer: Callable[[Scene], FakeTraining] = Endless, **parts: Any) -> Scene:
-    scene = Scene(CONFIG, steps=1000)
+def scene_of(trainer: Callable[[Scene], FakeTraining] = Endless, config: GateConfig = CONFIG, **parts: Any) -> Scene:
+    scene = Scene(config, steps=1000)
     for name, part in parts.items():
         setattr(scene, name, part)
     scene.training = trainer(scene)
@@ -84,8 +85,7 @@ def nothing_is_lost(scene: Scene, version: int) -> None:
 
 @pytest.mark.parametrize("policy", ["mask", "drop", "block"])
 def test_a_step_that_does_not_end_is_undone_and_its_samples_wait(policy: str) -> None:
-    scene = Scene(replace(CONFIG, policy=policy), steps=1000)
-    scene.training = Endless(scene)
+    scene = scene_of(config=replace(CONFIG, policy=policy))
     assert ended(scene) == GRACE
     nothing_is_lost(scene, 2)
     (lost,) = scene.told(StepLost)
@@ -187,12 +187,10 @@ def test_a_critic_that_learns_for_an_hour_holds_up_nothing() -> None:
         async def undo_update(self) -> None:
             self.was_asked = True
 
-    scene = Scene(CONFIG, steps=1000)
+    scene = scene_of(algorithm=ppo.ALGORITHM, estimate=plain_rewards)
+    scene.config = settings(1000, algorithm={"preset": "ppo"})
     scene.critic = critic = Asked(0.1, 3600.0, [scene.generation])
     scene.training = Remembering(scene, 1000)
-    scene.algorithm = ppo.ALGORITHM
-    scene.config = settings(1000, algorithm={"preset": "ppo"})
-    scene.estimate = plain_rewards
     assert ended(scene) == GRACE
     assert critic.was_asked
     nothing_is_lost(scene, 1)

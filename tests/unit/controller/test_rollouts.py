@@ -1,5 +1,8 @@
 """The request of an attempt, and prompts that generation refuses."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from asyncrl.algorithms import grpo
@@ -9,9 +12,10 @@ from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import ALL_SLOTS, LostRows, PeerLost, RewardError, TaskError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import Cuts, RowRef
-from asyncrl.protocols.messages import StepReport
+from asyncrl.protocols.messages import PromptGroup, StepReport
 from asyncrl.simulation.fakes.generation import FakeGeneration
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+from tests import golden
 from tests.unit.scene import Scene
 
 
@@ -21,15 +25,13 @@ def test_every_attempt_at_a_group_has_its_seed_and_its_prompt_and_other_groups_h
     def asked(incarnation: int) -> dict[tuple[int, int], tuple[int, object]]:
         found: dict[tuple[int, int], tuple[int, object]] = {}
 
-        async def fail_twice(fleet: Fleet, control: Controller, group: Attempt) -> None:
-            assert group.prompts.incarnation == incarnation
-            found[group.prompts.id, group.prompts.attempt] = (group.prompts.seed, group.prompts.prompt)
-            if group.prompts.attempt < 2:
+        def fail_twice(prompts: PromptGroup) -> None:
+            assert prompts.incarnation == incarnation
+            found[prompts.id, prompts.attempt] = (prompts.seed, prompts.prompt)
+            if prompts.attempt < 2:
                 raise PeerLost("the worker died")
-            await grpo.roll_out(fleet, control, group)
 
-        scene = Scene()
-        scene.algorithm = Algorithm(fail_twice, grpo.train)
+        scene = rolled_out(fail_twice)
         if incarnation:
             scene.journal.resume(incarnation, 0)
             for service in (scene.generation, scene.training):
@@ -45,41 +47,41 @@ def test_every_attempt_at_a_group_has_its_seed_and_its_prompt_and_other_groups_h
     assert len({first[group, 0] for group in groups}) == len(groups) >= 6
 
 
-def test_a_prompt_that_generation_refuses_is_named() -> None:
-    async def refuse(fleet: Fleet, control: Controller, group: Attempt) -> None:
-        if group.prompts.id == 1:
-            raise TaskError("the prompt has 9 tokens")
+def rolled_out(fail: Callable[[PromptGroup], object], **parts: Any) -> Scene:
+    """Returns a scene whose groups are rolled out after a look at their requests."""
+
+    async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
+        fail(group.prompts)
         await grpo.roll_out(fleet, control, group)
 
     scene = Scene()
-    scene.algorithm = Algorithm(refuse, grpo.train)
-    with pytest.raises(TaskError, match="row 1 of the scene: the prompt has 9 tokens"):
-        scene.play()
+    for name, part in parts.items():
+        setattr(scene, name, part)
+    scene.algorithm = Algorithm(roll_out, grpo.train)
+    return scene
 
 
-def test_a_mistake_that_a_group_meets_wherever_it_runs_ends_the_run_with_it_and_not_as_poison() -> None:
-    async def fail(fleet: Fleet, control: Controller, group: Attempt) -> None:
-        if group.prompts.id == 1:
-            raise PeerLost("reward1.0-0-a: reward1[0]: it raised KeyError") from RewardError("it raised KeyError")
-        await grpo.roll_out(fleet, control, group)
+def refuse(prompts: PromptGroup) -> None:
+    if prompts.id == 1:
+        raise TaskError("the prompt has 9 tokens")
 
-    scene = Scene()
-    scene.algorithm = Algorithm(fail, grpo.train)
-    with pytest.raises(RewardError, match="it raised KeyError"):
-        scene.play()
+
+def lose(prompts: PromptGroup) -> None:
+    if prompts.id == 1:
+        raise PeerLost("reward1.0-0-a: reward1[0]: it raised KeyError") from RewardError("it raised KeyError")
+
+
+@pytest.mark.parametrize(("fail", "error"), [(refuse, TaskError), (lose, RewardError)])
+def test_a_prompt_that_is_refused_is_named_and_a_mistake_that_a_group_meets_everywhere_is_no_poison(
+    fail: Any, error: type[Exception]
+) -> None:
+    with golden.raises(error):
+        rolled_out(fail).play()
 
 
 def test_the_tools_of_a_row_are_asked_for_with_its_prompt() -> None:
     seen: list[object] = []
-
-    async def look(fleet: Fleet, control: Controller, group: Attempt) -> None:
-        seen.append(group.prompts.tools)
-        await grpo.roll_out(fleet, control, group)
-
-    scene = Scene()
-    scene.columns = {"tools": [{"name": "add"}]}
-    scene.algorithm = Algorithm(look, grpo.train)
-    scene.play()
+    rolled_out(lambda prompts: seen.append(prompts.tools), columns={"tools": [{"name": "add"}]}).play()
     assert len(seen) >= 6
     assert set(map(str, seen)) == {"({'name': 'add'},)"}
 

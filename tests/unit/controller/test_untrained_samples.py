@@ -42,6 +42,9 @@ def test_the_audit_sees_a_row_that_was_lost_between_packing_and_loss() -> None:
     assert audit.ledger.dropped == {LEFT_OUT: 3}
     assert audit.ledger.trained == scene.training.samples_trained == 3 * 7
     trained = scene.records(Trained)
+    assert [type(record) for record in scene.records(Trained | Dropped)] == [Dropped, Trained] * 3, (
+        "the version rises last"
+    )
     assert {(g, m) for each in trained for g, members in each.cuts for m in members} == scene.training.trained.keys()
     assert all(len(each.advantages) == sum(len(members) for _, members in each.cuts) for each in trained)
 
@@ -65,13 +68,6 @@ def test_a_sample_that_the_account_does_not_name_has_not_trained() -> None:
     scene = scene_with(Forgets)
     scene.play()
     assert Audit(scene.store).ledger.dropped == {LEFT_OUT: 3}
-
-
-def test_a_drop_of_a_step_comes_before_its_version_rises() -> None:
-    scene = scene_with(LosesARow)
-    scene.play()
-    kinds = [type(record) for record in scene.records(Trained | Dropped)]
-    assert kinds == [Dropped, Trained] * 3
 
 
 @pytest.mark.parametrize(
@@ -107,15 +103,8 @@ class Finishing(FakeGeneration):
 def test_only_an_answer_that_met_its_token_limit_leaves_the_denominators(finish: str, counts: bool) -> None:
     scene = scene_with()
     scene.config = settings(3, algorithm={"mask_truncated": True})
-    began: list[Cuts] = []
-
-    def observe(event: Any) -> None:
-        if isinstance(event, StepBegan):
-            began.append(event.cuts)
-
     scene.generation = Finishing(CONFIG.slots, 0.1, constant(20))
     scene.generation.reason = finish
     scene.training.read_from([scene.generation])
-    scene.observe = observe
     scene.play()
-    assert {cuts.samples for cuts in began} == {8 if counts else 0}
+    assert {event.cuts.samples for event in scene.told(StepBegan)} == {8 if counts else 0}

@@ -315,8 +315,10 @@ def test_a_run_that_was_killed_before_its_first_copies_keeps_its_folder(objects:
     async def start() -> None:
         Uploads(objects, run_dir, *head_of(objects, run_dir), print)
 
+    (run_dir / "copying/0").mkdir(parents=True)
     for _ in range(3):
         asyncio.run(start())
+    assert not (run_dir / "copying").exists()
     assert brought(objects, run_dir) is not None
     assert (run_dir / "join_keys").exists(), "it was not moved aside"
 

@@ -11,6 +11,7 @@ from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import Score, StepReport
 from asyncrl.simulation import virtual_loop
+from tests import golden
 
 DONE = StepDone(Cuts(0, 6, BatchRef(()), 0, 0), StepReport(0, 7, 1, "", "", {}, (), None), {}, 1.0)
 SCORED = SampleScored(RowRef(0, 0, 0, 0, 1, 1, 0, 0, "stop", ()), Score(1.0, {}))
@@ -64,32 +65,26 @@ def test_steps_that_end_in_time_are_progress_enough() -> None:
     assert line[1].startswith("the last step was 7; in the 10 s since: 0 groups drawn, 0 samples generated, 2 begun ag")
 
 
-def test_the_end_names_what_was_dropped_or_nothing() -> None:
-    async def main() -> None:
+def drops(*steps: list[str], trained: int) -> str | None:
+    """Returns what the end says. steps: reasons of dropped samples before each."""
+
+    async def main() -> str | None:
         progress = RunProgress(print)
-        progress.observe(DONE)
-        assert progress.drops(trained=8, abandoned=4) is None
-        progress.observe(Dropped(0, (0, 1), "no_signal"))
-        progress.observe(DONE)
-        assert progress.drops(trained=800, abandoned=4) is None
-        assert progress.drops(trained=8, abandoned=4) == (
-            "of the samples 8 were trained, 2 dropped (2 as no_signal), 4 abandoned"
-        )
+        for reasons in steps:
+            for reason in reasons:
+                progress.observe(Dropped(0, (0,), reason))
+            progress.observe(DONE)
+        return progress.drops(trained=trained, abandoned=4)
 
-    virtual_loop.run(main())
+    return virtual_loop.run(main())
 
 
-def test_the_end_names_rows_that_could_not_be_scored_however_few() -> None:
-    async def main() -> None:
-        progress = RunProgress(print)
-        for reason in ("stale", "stale", "no_signal", "no_signal", "no_baseline", "no_baseline", "bad_row"):
-            progress.observe(Dropped(0, (0,), reason))
-        assert progress.drops(trained=80_000, abandoned=4) == (
-            "of the samples 80,000 were trained, 7 dropped (2 as stale, 2 as no_signal, 2 as no_baseline, 1 as "
-            "bad_row), 4 abandoned"
-        )
-
-    virtual_loop.run(main())
+def test_the_end_names_what_was_dropped_of_bad_rows_however_few_or_nothing() -> None:
+    assert drops([], trained=8) is None
+    two = ["no_signal", "no_signal"]
+    assert drops(two, trained=800) is None
+    golden.says(drops(two, [], trained=8))
+    golden.says(drops(["stale", "stale", *two, "no_baseline", "no_baseline", "bad_row"], trained=80_000))
 
 
 def test_a_line_that_is_printed_is_progress_enough() -> None:

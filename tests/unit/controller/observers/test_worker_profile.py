@@ -10,6 +10,7 @@ import pytest
 from asyncrl.controller.observers.inspection import MARGIN, PROFILE, WorkerProfiles
 from asyncrl.errors import PeerLost, Refused
 from asyncrl.protocols.messages import Profile
+from tests import golden
 
 FOUND = Profile(b"trace", 1.5, [("aten::mm", 1200, 0.75), ("aten::add", 10, 0.25)], [("gemm", 3, 0.001)])
 
@@ -42,37 +43,23 @@ async def test_the_first_living_worker_of_a_service_is_profiled(tmp_path: Path) 
     assert living.asked == [(PROFILE, (2.0,), 2.0 + MARGIN)]
     path = tmp_path / "profiles" / "generation1.0-0-a.1.trace.json.gz"
     assert path.read_bytes() == b"trace"
-    head, titles, *operators = text.splitlines()
-    assert head.startswith(f"generation1.0: 1.5 of 2 s are recorded, in {path} (0.0 MB)")
-    assert titles.split() == ["ms", "of", "its", "own", "share", "calls", "operator"]
-    assert [line.split() for line in operators] == [
-        ["750.0", "75.0%", "1,200", "aten::mm"],
-        ["250.0", "25.0%", "10", "aten::add"],
-        ["ms", "of", "its", "own", "share", "calls", "kernel"],
-        ["1.0", "100.0%", "3", "gemm"],
-    ]
+    golden.says(text)
     assert ".2.trace.json.gz" in await profiles.record("generation1.0", 2.0)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "seconds", "says"),
-    [
-        ("generation", 0.5, "a profile takes 1 to 600 s, not 0.5"),
-        ("generation", 601.0, "a profile takes 1 to 600 s"),
-        ("generation", float("nan"), "a profile takes 1 to 600 s"),
-        ("generator", 2.0, "there is no service or worker 'generator'; there are generation0.0, reward0.0"),
-        ("reward", 2.0, r"reward0\.0 takes no calls now \(was killed\)"),
-    ],
+    ("wanted", "seconds"),
+    [("generation", 0.5), ("generation", 601.0), ("generation", float("nan")), ("generator", 2.0), ("reward", 2.0)],
 )
-async def test_what_cannot_be_profiled_is_refused(wanted: str, seconds: float, says: str, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=says):
+async def test_what_cannot_be_profiled_is_refused(wanted: str, seconds: float, tmp_path: Path) -> None:
+    with golden.raises(Refused):
         await profiles_of(tmp_path, Worker("generation0.0"), Worker("reward0.0", alive=False)).record(wanted, seconds)
 
 
 async def test_a_worker_that_dies_or_refuses_ends_the_profile_and_not_the_next_one(tmp_path: Path) -> None:
     worker = Worker("generation0.0", answer=PeerLost("it was killed"))
     profiles = profiles_of(tmp_path, worker)
-    with pytest.raises(Refused, match=r"generation0\.0 did not end its profile: it was killed"):
+    with golden.raises(Refused):
         await profiles.record("generation", 2.0)
     worker.answer = Refused("it computes without torch")
     with pytest.raises(Refused, match="it computes without torch"):
@@ -80,7 +67,7 @@ async def test_a_worker_that_dies_or_refuses_ends_the_profile_and_not_the_next_o
     worker.answer = FOUND
     first = asyncio.create_task(profiles.record("generation", 2.0))
     await asyncio.sleep(0)
-    with pytest.raises(Refused, match=r"a profile of generation0\.0 is recorded now"):
+    with golden.raises(Refused):
         await profiles.record("generation", 2.0)
     assert "aten::mm" in await first
 
