@@ -73,7 +73,7 @@ def _inside_trainer(config: Config) -> dict[str, Any]:
 
 def _acting_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a policy that acts: the environments reward it, so there is no reward service."""
-    acting = "asyncrl.services.acting_generation:ActingService"
+    acting = "asyncrl.services.acting:ActingService"
     training = "asyncrl.services.training:ActingTrainingService"
     return [
         ServiceSpec("generation", Generation, acting, replicas=config.generation.replicas, origin="torch"),
@@ -84,7 +84,7 @@ def _acting_specs(config: Config) -> list[ServiceSpec]:
 
 def acting_evaluation_spec(**options: Any) -> ServiceSpec:
     """Returns the spec of the worker that plays the episodes of an evaluation."""
-    implementation = "asyncrl.services.acting_evaluation:ActingEvaluationService"
+    implementation = "asyncrl.services.acting:ActingEvaluationService"
     return ServiceSpec("evaluation", Generation, implementation, origin="torch", scales=False, options=options)
 
 

@@ -77,8 +77,10 @@ class EpisodeState:
     answering: "asyncio.Task[RowRef | AsyncrlError] | None" = None
 
 
-class EnvironmentService(PooledService[EpisodePool], Environment):
+class EnvironmentService(PooledService, Environment):
     """Stores one row for each sample: all columns of the generator's, with `transcript` and `turn_rewards`."""
+
+    _pool: EpisodePool
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -213,7 +215,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         else:
             newest = played.answers[sample.turns]
             if sample.group >= 0:  # Others are of the evaluation.
-                self._count(turn_counts(self._section.use, transcript, newest["info"]))
+                self.add_to_counters(**turn_counts(self._section.use, transcript, newest["info"]))
             transcript = with_info(transcript + newest["text"], newest["info"])
             finish = self._finish(sample, state, newest)
             reward = newest["reward"]
@@ -283,10 +285,6 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
                     f"{turn} with {played.answers[turn]['text']!r:.{EXCERPT}} in place of {before!r:.{EXCERPT}}"
                 )
         self.counters["replayed"] += sum(0 < turn < sample.turns for turn in played.answers)
-
-    def _count(self, counts: dict[str, float]) -> None:
-        for name, count in counts.items():
-            self.counters[name] += count
 
     def _report(self, name: SampleName, row: PackedRow, played: Played) -> None:
         """Counts and logs a failure; raises it under `on_error = "fail"`."""

@@ -33,7 +33,6 @@ from asyncrl.engines.ranks.rank_mesh import Announcements
 from asyncrl.environments.loading import answer_role
 from asyncrl.environments.transcript import unfinished_in
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
-from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.data.row_store import bytes_of_row
@@ -53,7 +52,7 @@ from asyncrl.protocols.batch import (
 )
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.services.ranks import find_meeting, next_announced, open_mesh_beside
+from asyncrl.services.ranks import death_noticed, end_announcements, find_meeting, next_announced, open_mesh_beside
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
 # ---- ranks that sample together, in the processes of the trainer: one leads, the others follow it ------------------
@@ -89,18 +88,12 @@ class SamplingGroup:
         return cls(announcements, await TorchGeneration.open(context, copies=False, engine=engine), follows=False)
 
     async def run(self, deliver: Callable[[Sequence[Completion]], None]) -> None:
-        """Samples until cancelled. Raises PeerLost once the death of another rank had time to be noticed, because the
-        ranks have no common position any more."""
-        try:
+        """Samples until cancelled. Raises PeerLost."""
+        async with death_noticed():
             await self.engine.run(deliver)
-        except PeerLost:
-            await asyncio.sleep(DEATH_NOTICE)
-            raise
 
     async def stop(self) -> None:
-        """Ends the waits for announcements."""
-        with suppress(RuntimeError):  # The store is gone, or a rank that is dead reads nothing.
-            await asyncio.to_thread(self._announcements.end)
+        await end_announcements(self._announcements)
 
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease

@@ -1,7 +1,7 @@
 """The base of services that run code of the user in a pool: of children, or of threads of this process."""
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from asyncrl.children.containment import Containment, containment_of
 from asyncrl.fleet.worker.service import Service
@@ -21,13 +21,10 @@ class Pool(Protocol):
     async def stop(self) -> None: ...
 
 
-PoolOfCode = TypeVar("PoolOfCode", bound=Pool)
-
-
-class PooledService(Service, Generic[PoolOfCode]):
+class PooledService(Service):
     """Starts and ends its pool, which a subclass sets, and counts what it does."""
 
-    _pool: PoolOfCode
+    _pool: Pool
 
     def containment(self, named: Sequence[str]) -> Containment | None:
         """Returns what children with code of the user do without; None where the config contains nothing. named: names

@@ -9,8 +9,8 @@ rows, and each runs forward passes over its share.
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
@@ -146,30 +146,41 @@ class LedRanks:
     async def stop(self) -> None:
         """Ends the waits for announcements."""
         if self._mesh.announcements is not None:
-            with suppress(RuntimeError):  # The store is gone, or a rank that is dead reads nothing.
-                await asyncio.to_thread(self._mesh.announcements.end)
+            await end_announcements(self._mesh.announcements)
 
     async def _lead(self, announcements: Announcements, name: str, args: tuple[Any, ...]) -> Any:
         async with self._running:
             try:
-                await self._context.compute.run(announcements.tell, (name, args))
-                return await self._work[name](*args)
+                async with death_noticed():
+                    await self._context.compute.run(announcements.tell, (name, args))
+                    return await self._work[name](*args)
             except LostRows as lost:
                 return lost
-            except PeerLost:
-                await asyncio.sleep(DEATH_NOTICE)  # The death of the other rank is reported first.
-                raise
 
     async def _follow(self, announcements: Announcements) -> None:
-        try:
+        async with death_noticed():
             while (announced := await next_announced(announcements)) is not None:
                 name, args = announced
                 async with self._running:
                     with suppress(LostRows):  # Rank 0 says so.
                         await self._work[name](*args)
-        except PeerLost:
-            await asyncio.sleep(DEATH_NOTICE)
-            raise
+
+
+@asynccontextmanager
+async def death_noticed() -> AsyncIterator[None]:
+    """Raises PeerLost of the block once the death of another rank had time to be reported, because the ranks have no
+    common position any more."""
+    try:
+        yield
+    except PeerLost:
+        await asyncio.sleep(DEATH_NOTICE)
+        raise
+
+
+async def end_announcements(announcements: Announcements) -> None:
+    """Ends the waits for announcements."""
+    with suppress(RuntimeError):  # The store is gone, or a rank that is dead reads nothing.
+        await asyncio.to_thread(announcements.end)
 
 
 async def next_announced(announcements: Announcements) -> Any:

@@ -49,11 +49,12 @@ SHARE_OF_CALL = 0.9
 """Share of the deadline of a call that a group waits for its members; the rest is for scoring them."""
 
 
-class RewardService(PooledService[SplitPool | InProcessPool], Reward):
+class RewardService(PooledService, Reward):
     """Scores each sample with all functions of `reward.functions`; the score is their weighted sum. The service `cost`
     uses the functions of `cost.functions`. functions: replace those of the config; they exist only in this process."""
 
     renews = True
+    _pool: SplitPool | InProcessPool
 
     def __init__(self, context: WorkerContext, functions: Sequence[Function] = ()) -> None:
         super().__init__(context)

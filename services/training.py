@@ -6,7 +6,8 @@ ActingTrainingService that of a policy that acts (`acting.env`).
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -59,13 +60,6 @@ async def wait_for_slot(leases: Leases, version: int, changed: asyncio.Event, de
             f"{', '.join(leases.holders(version))} still read the slot; raise staleness.publish_deadline if they "
             "are only slow"
         ) from None
-
-
-def no_room_for_weights(full: ArenaFull) -> ConfigError:
-    return ConfigError(
-        f"two versions of the weights have to fit into shared memory: {full}; or use a smaller model (model.name), or "
-        "half the bytes (model.dtype)"
-    )
 
 
 # ---- the step that runs, from its first call to its report, or to the loss of rows ---------------------------------
@@ -214,10 +208,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 position = _position_text(*self._position)
                 raise Refused(f"cannot save a checkpoint of {wanted}: the trainer is at {position}")
             facts = {"version": version, "incarnation": incarnation, "chain": self._chain.hex()}
-            try:
+            async with self._contact():
                 copied = await self._copied(facts)
-            except PeerLost as lost:
-                raise await self._lost_contact(lost) from lost
             self._copy = HeldCopy(incarnation, version, self._chain.hex(), copied, self.context.config.training)
 
     async def _copied(self, facts: dict[str, Any]) -> StateCopy:
@@ -315,11 +307,15 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         self._last_report = {step.digest: report}
         return report
 
-    async def _lost_contact(self, lost: PeerLost) -> FleetFailed:
-        """Returns the error of ranks that have lost contact, so that a retry would fail too, once the death of the
-        other rank had time to be noticed."""
-        await asyncio.sleep(DEATH_NOTICE)
-        return FleetFailed(str(lost))
+    @asynccontextmanager
+    async def _contact(self) -> AsyncIterator[None]:
+        """Raises FleetFailed when ranks lose contact in the block, so that a retry would fail too, once the death of
+        the other rank had time to be noticed."""
+        try:
+            yield
+        except PeerLost as lost:
+            await asyncio.sleep(DEATH_NOTICE)
+            raise FleetFailed(str(lost)) from lost
 
     def _report(self, outcome: StepOutcome) -> StepReport:
         announces = self._published.arena or self.context.handover is not None
@@ -347,7 +343,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         """Opens the trainer's end of the weight lane. Raises ConfigError when shared memory has no room for it, or
         `weights.folder` cannot be used."""
         context = self.context
-        chosen = transport_of(self.context.config)
+        chosen = transport_of(context.config)
         folder = folder_of_start(context.config.weights.folder, context.facts.run_dir, context.facts.run)
         ends = context.facts.weights_arena, self._engine.weights_spec, context.weight_network, folder
         try:
@@ -355,7 +351,10 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 return open_sender(chosen.name, *ends)  # Listens on the event loop.
             return await context.compute.run(open_sender, chosen.name, *ends)
         except ArenaFull as full:
-            raise no_room_for_weights(full) from full
+            raise ConfigError(
+                f"two versions of the weights have to fit into shared memory: {full}; or use a smaller model "
+                "(model.name), or half the bytes (model.dtype)"
+            ) from full
 
     async def find_meeting(self) -> MeetingPlace | None:
         """Returns where the ranks meet; None where there is one alone."""
@@ -386,10 +385,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         return self.context.handover is None or self.context.config.evaluate.is_on
 
     async def _publish(self, version: int) -> Published:
-        try:
+        async with self._contact():
             published = await self.context.compute.run(self._write, version)
-        except PeerLost as lost:
-            raise await self._lost_contact(lost) from lost
         await self._hand_over(version)
         return published
 
@@ -397,10 +394,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         """Hands the weights to the generation engine in this process, if there is one."""
         if (handover := self.context.handover) is None:
             return
-        try:
+        async with self._contact():
             tensors, received, redundant = await self.context.compute.run(self._gather)
-        except PeerLost as lost:
-            raise await self._lost_contact(lost) from lost
         self.context.log.info("weights gathered", version=version, bytes=received, redundant=redundant)
         await handover.offer(version, tensors)
 

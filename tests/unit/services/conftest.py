@@ -2,23 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
-import torch
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_store import RowStore
-from asyncrl.protocols.batch import Array, Batch, BatchRef, Column
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, RowRef
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.telemetry.state_clock import Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
@@ -29,6 +27,10 @@ VOCABULARY = 50
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with random weights and a tokenizer of as many words as it has tokens."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     torch.manual_seed(2)
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("tiny")
@@ -85,7 +87,7 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
         facts = _changed(RunFacts("cafe0123", tmp_path, tmp_path, incarnation, "", config), changes)
         instance = f"{service}0.0-{incarnation}-12345678"
         spec = WorkerSpec(service, 0, 0, Layout(), instance, "none", Addresses.inproc(instance), facts)
-        reader: Any = StoreReader(source or RowStore.private("inproc://source", 1, 1))
+        reader: Any = StoreReader(source or RowStore.private("inproc://source", 64, 4096))
         context = WorkerContext(
             spec=_changed(spec, changes),
             reader=reader,
@@ -102,6 +104,69 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
         return context
 
     return make
+
+
+class _Ended(Exception):
+    """Cancels what a service does beside calls."""
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+@pytest.fixture
+def serve(worker_context: Callable[..., WorkerContext]) -> Serve:
+    """serve(make, name, config, **changes): starts a service for a block, which gets it. make: its class. changes: of
+    its context, as in worker_context."""
+
+    @asynccontextmanager
+    async def run(
+        make: Callable[[WorkerContext], Service], name: str, config: Config, **changes: Any
+    ) -> AsyncIterator[Service]:
+        with ExitStack() as scope:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    service = make(worker_context(name, config, tasks, **changes))
+                    scope.callback(service.context.compute.close)
+                    try:
+                        await service.begin()
+                        await service.started()
+                        yield service
+                    finally:
+                        await service.stop()
+                    raise _Ended
+            except* _Ended:
+                pass
+
+    return run
+
+
+@pytest.fixture
+def mine(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A file of the user with the FUNCTIONS of the test's module."""
+    file = tmp_path / "mine.py"
+    file.write_text(request.module.FUNCTIONS)
+    return str(file)
+
+
+def store_read_by(service: Service) -> RowStore:
+    """Returns the store that a service reads."""
+    reader: Any = service.context.reader
+    store: RowStore = reader.store
+    return store
+
+
+def put_row(
+    store: RowStore, *, group: int = 4, member: int = 0, text: str | None = None, finish: str = "stop", **columns: Any
+) -> RowRef:
+    """Stores the row of a sample of incarnation 1, with these columns, lists of token ids among them."""
+    for name in ("prompt_ids", "response_ids", "spans"):
+        if name in columns:
+            columns[name] = np.asarray(columns[name], np.int32)
+    if text is not None:
+        columns["text"] = np.frombuffer(text.encode(), np.uint8)
+    tokens = len(columns.get("response_ids", text or ()))
+    place = store.put(columns)
+    return RowRef(group, member, 0, 1, len(columns.get("prompt_ids", ())), tokens, 0, 0, finish, (place,))
 
 
 def _changed(record: Any, changes: dict[str, Any]) -> Any:

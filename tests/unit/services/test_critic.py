@@ -2,8 +2,8 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,14 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.critic_trainer import CriticStep
 from asyncrl.errors import ConfigError, Refused
-from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import RowStore
-from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
+from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import CUT_SHORT
 from asyncrl.services.critic import CriticService
+from tests.unit.services.conftest import VOCABULARY, Serve, put_row, store_read_by
 from tests.unit.services.counting import PatientCompute, saved
-from tests.unit.services.source_rows import store_read_by
 
-VOCABULARY = 50
 CAP = 24
 INCARNATION = 1
-Serving = Callable[..., AbstractAsyncContextManager[CriticService]]
 
 
 def config(**sections: Any) -> Config:
@@ -45,18 +41,11 @@ def config(**sections: Any) -> Config:
 
 
 @pytest.fixture
-def serving(worker_context: Callable[..., WorkerContext], folder: Path) -> Serving:
-    @asynccontextmanager
-    async def serve(settings: Config | None = None, **changes: Any) -> AsyncIterator[CriticService]:
-        source = RowStore.private("inproc://source", 64, 4096)
-        async with asyncio.TaskGroup() as tasks:
-            parts = {"source": source, "model_dir": folder, "incarnation": INCARNATION, **changes}
-            service = CriticService(worker_context("critic", settings or config(), tasks, **parts))
-            await service.start()
-            yield service
-            await service.stop()
+def serving(serve: Serve, folder: Path) -> Serve:
+    def critic(settings: Config | None = None, **changes: Any) -> Any:
+        return serve(CriticService, "critic", settings or config(), **{"model_dir": folder, **changes})
 
-    return serve
+    return critic
 
 
 def sampled(service: CriticService, count: int = 6, first_group: int = 0) -> BatchRef:
@@ -67,16 +56,10 @@ def sampled(service: CriticService, count: int = 6, first_group: int = 0) -> Bat
     for index in range(count):
         prompt = draw.integers(0, VOCABULARY, 3 + index)
         response = draw.integers(0, VOCABULARY, CAP - 3 * index)
-        columns = {
-            "prompt_ids": prompt.astype(np.int32),
-            "response_ids": response.astype(np.int32),
-            "logprobs": draw.normal(-4, 0.3, len(response)).astype(np.float32),
-            "versions": np.zeros(len(response), np.int32),
-        }
-        group = first_group + index // 4
-        member = index % 4
-        place = store.put(columns)
-        rows.append(RowRef(group, member, 0, INCARNATION, len(prompt), len(response), 0, 0, "stop", (place,), 1.0))
+        logprobs = draw.normal(-4, 0.3, len(response)).astype(np.float32)
+        own = {"logprobs": logprobs, "versions": np.zeros(len(response), np.int32)}
+        number = {"group": first_group + index // 4, "member": index % 4}
+        rows.append(put_row(store, prompt_ids=prompt, response_ids=response, **number, **own)._replace(reward=1.0))
     return BatchRef(tuple(rows))
 
 
@@ -105,7 +88,7 @@ def zeros(refs: BatchRef) -> list[np.ndarray]:
     return [np.zeros(ref.tokens, np.float32) for ref in refs]
 
 
-async def test_every_sample_gets_one_more_place_with_a_value_a_token(serving: Serving) -> None:
+async def test_every_sample_gets_one_more_place_with_a_value_a_token(serving: Serve) -> None:
     async with serving() as service:
         refs = sampled(service)
         judged = await service.values(refs)
@@ -117,7 +100,7 @@ async def test_every_sample_gets_one_more_place_with_a_value_a_token(serving: Se
         assert service.rows.used == 0
 
 
-async def test_values_say_after_how_many_updates_they_were_made(serving: Serving) -> None:
+async def test_values_say_after_how_many_updates_they_were_made(serving: Serve) -> None:
     async with serving(config(training={"updates": 2})) as service:
         refs = sampled(service)
         report = await service.update(batch(service, refs, zeros(refs)))
@@ -129,7 +112,7 @@ async def test_values_say_after_how_many_updates_they_were_made(serving: Serving
         assert np.abs(values).max() > 0
 
 
-async def test_bits_of_a_row_depend_on_no_neighbour_when_deterministic(serving: Serving) -> None:
+async def test_bits_of_a_row_depend_on_no_neighbour_when_deterministic(serving: Serve) -> None:
     async with serving() as service:
         refs = sampled(service)
         await service.update(batch(service, refs, zeros(refs)))
@@ -139,7 +122,7 @@ async def test_bits_of_a_row_depend_on_no_neighbour_when_deterministic(serving: 
             assert together[index].tobytes() == alone.tobytes()
 
 
-async def test_a_repeated_update_gets_the_stored_report_and_is_taken_once(serving: Serving) -> None:
+async def test_a_repeated_update_gets_the_stored_report_and_is_taken_once(serving: Serve) -> None:
     async with serving() as service:
         refs = sampled(service)
         cuts = batch(service, refs, zeros(refs))
@@ -158,7 +141,7 @@ async def given_up(call: Coroutine[Any, Any, Any]) -> None:
     await asyncio.wait([task])
 
 
-async def test_an_update_whose_caller_gave_up_is_finished_before_a_checkpoint(serving: Serving, tmp_path: Path) -> None:
+async def test_an_update_whose_caller_gave_up_is_finished_before_a_checkpoint(serving: Serve, tmp_path: Path) -> None:
     async with serving(config(training={"updates": 6}), make_compute=PatientCompute) as service:
         refs = sampled(service)
         await given_up(service.update(batch(service, refs, zeros(refs))))
@@ -167,7 +150,7 @@ async def test_an_update_whose_caller_gave_up_is_finished_before_a_checkpoint(se
         assert service._engine.optimizer.updates == 6
 
 
-async def test_an_update_whose_caller_gave_up_is_finished_before_the_next_one(serving: Serving) -> None:
+async def test_an_update_whose_caller_gave_up_is_finished_before_the_next_one(serving: Serve) -> None:
     found = []
     for impatient in (True, False):
         async with serving(config(training={"updates": 6}), make_compute=PatientCompute) as service:
@@ -182,7 +165,7 @@ async def test_an_update_whose_caller_gave_up_is_finished_before_the_next_one(se
 
 
 async def test_a_sample_is_learnt_once_though_it_comes_again_in_another_batch_from_the_same_version(
-    serving: Serving,
+    serving: Serve,
 ) -> None:
     """The policy's step was lost; what was not lost with it comes again beside other samples."""
     async with serving() as service:
@@ -207,7 +190,7 @@ async def test_a_sample_is_learnt_once_though_it_comes_again_in_another_batch_fr
             assert values.tobytes() == expected.tobytes()
 
 
-async def test_a_sample_is_learnt_once_though_a_later_version_has_it_again(serving: Serving, tmp_path: Path) -> None:
+async def test_a_sample_is_learnt_once_though_a_later_version_has_it_again(serving: Serve, tmp_path: Path) -> None:
     """The policy's step was lost, another batch went first, and a partial cut left the sample for the version after."""
 
     async def again(service: CriticService, refs: BatchRef, version: int) -> tuple[int, str]:
@@ -232,7 +215,7 @@ async def test_a_sample_is_learnt_once_though_a_later_version_has_it_again(servi
         assert not resumed._used
 
 
-async def test_rows_that_are_gone_teach_nothing_and_the_next_batch_does(serving: Serving) -> None:
+async def test_rows_that_are_gone_teach_nothing_and_the_next_batch_does(serving: Serve) -> None:
     async with serving() as service:
         refs = sampled(service)
         cuts = batch(service, refs, zeros(refs))
@@ -243,7 +226,7 @@ async def test_rows_that_are_gone_teach_nothing_and_the_next_batch_does(serving:
         assert (await service.update(again)).updates == 1
 
 
-async def test_an_update_from_an_earlier_version_or_another_incarnation_is_refused(serving: Serving) -> None:
+async def test_an_update_from_an_earlier_version_or_another_incarnation_is_refused(serving: Serve) -> None:
     async with serving() as service:
         refs = sampled(service)
         cuts = batch(service, refs, zeros(refs), version=3)
@@ -254,7 +237,7 @@ async def test_an_update_from_an_earlier_version_or_another_incarnation_is_refus
             await service.update(replace(cuts, incarnation=0))
 
 
-async def test_a_checkpoint_lies_beside_the_trainers_and_resumes(serving: Serving, tmp_path: Path) -> None:
+async def test_a_checkpoint_lies_beside_the_trainers_and_resumes(serving: Serve, tmp_path: Path) -> None:
     (tmp_path / "trainer.pt").write_bytes(b"the trainer's")
     async with serving() as service:
         refs = sampled(service)
@@ -280,19 +263,7 @@ async def test_a_checkpoint_lies_beside_the_trainers_and_resumes(serving: Servin
             assert values.tobytes() == before.tobytes()
 
 
-async def test_a_checkpoint_without_a_critic_is_refused(serving: Serving, tmp_path: Path) -> None:
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="holds no critic")):
-        async with serving(checkpoint_dir=tmp_path):
-            pass
-
-
-async def test_a_device_that_is_not_there_is_refused_by_its_key(serving: Serving) -> None:
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r'^critic\.device = "cuda:99" cannot be used')):
-        async with serving(config(critic={"device": "cuda:99"})):
-            pass
-
-
-async def test_it_begins_with_the_folder_it_is_given(serving: Serving, tmp_path: Path) -> None:
+async def test_it_begins_with_the_folder_it_is_given(serving: Serve, tmp_path: Path) -> None:
     async with serving() as service:
         refs = sampled(service)
         await service.update(batch(service, refs, zeros(refs)))
@@ -304,7 +275,7 @@ async def test_it_begins_with_the_folder_it_is_given(serving: Serving, tmp_path:
             assert values.tobytes() == before.tobytes()
 
 
-async def test_a_folder_with_another_tokenizer_is_refused(serving: Serving, folder: Path, tmp_path: Path) -> None:
+async def test_a_folder_with_another_tokenizer_is_refused(serving: Serve, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "other")
     words = Tokenizer(models.WordLevel({f"v{i}": i for i in range(VOCABULARY)}, unk_token="v0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "other")
@@ -315,7 +286,7 @@ async def test_a_folder_with_another_tokenizer_is_refused(serving: Serving, fold
 
 @pytest.mark.parametrize(("taken", "skipped"), [(0, CUT_SHORT), (1, "")])
 async def test_a_critic_whose_run_ends_forgoes_the_updates_that_are_left_and_learns_nothing_twice(
-    taken: int, skipped: str, serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    taken: int, skipped: str, serving: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(training={"updates": 2, "micro_batch_tokens": 64})
     advance = CriticStep.advance

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ from asyncrl.config.schema import Config
 from asyncrl.environments.episode_pool import Played
 from asyncrl.environments.transcript import failure_in
 from asyncrl.errors import EnvironmentFailed, LostRows, Retryable, TaskError
-from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.services.environment import EnvironmentService, EpisodeState, new_seconds
-from tests.unit.children.running import running
+from tests.unit.services.conftest import Serve
 
 ENVIRONMENTS = r"""
 import asyncio, itertools, os, pathlib
@@ -83,22 +82,16 @@ def said(
 
 
 @pytest.fixture
-def service(tmp_path: Path, generated: RowStore, worker_context: Callable[..., WorkerContext]) -> MakeService:
+def service(tmp_path: Path, generated: RowStore, serve: Serve) -> MakeService:
     file = tmp_path / "environments.py"
     file.write_text(ENVIRONMENTS)
 
-    @asynccontextmanager
-    async def make(name: str = "Counts", system: str = "", **settings: Any) -> AsyncIterator[EnvironmentService]:
+    def make(name: str = "Counts", system: str = "", **settings: Any) -> Any:
         section = {"use": f"{file}:{name}", "max_tokens": 64, "max_turns": 4, **settings}
         task = {"prompts": "none", "system": system}
         plain = {"model": {"name": "tiny"}, "task": task, "generation": {"max_new_tokens": 8}}
         config = Config.model_validate({**plain, "environment": section})
-
-        def made(tasks: asyncio.TaskGroup) -> EnvironmentService:
-            return EnvironmentService(worker_context("environment", config, tasks, source=generated))
-
-        async with running(made) as environment:
-            yield environment
+        return serve(EnvironmentService, "environment", config, source=generated)
 
     return make
 
@@ -339,16 +332,21 @@ async def test_a_failure_ends_the_run_by_default_and_names_the_row(service: Make
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("settings", "row", "message"),
     [
-        ({"start": 5}, r"`reset` raised MissingColumn: .*prompt(?s:.*)\nmend `reset`, or remove such rows from"),
-        ({"prompt": "", "start": 5}, "began group 3 with an empty text: return one from `reset`"),
+        ({}, {"start": 5}, r"`reset` raised MissingColumn: .*prompt(?s:.*)\nmend `reset`, or remove such rows from"),
+        ({}, {"prompt": "", "start": 5}, "began group 3 with an empty text: return one from `reset`"),
+        (
+            {"use": "agent:python3 -c 'raise SystemExit(3)'"},
+            {"start": 5},
+            r"(?s)\nmend the program, or remove such rows from task.prompts; environment\.on_error = .* drops groups",
+        ),
     ],
 )
 async def test_an_episode_that_does_not_begin_says_what_to_do(
-    service: MakeService, row: dict[str, Any], message: str
+    service: MakeService, settings: dict[str, Any], row: dict[str, Any], message: str
 ) -> None:
-    async with service("Opens") as environment:
+    async with service("Opens", **settings) as environment:
         with pytest.raises(EnvironmentFailed, match=message):
             await environment.reset(prompts(0), row)
 
@@ -370,17 +368,3 @@ async def test_a_failure_ends_only_its_episode_where_that_is_asked_for(
         assert len(lines) == 2
         assert "environments.py" in lines[0], "the first line of the user's code"
         assert failure_in(stored(environment, good)["transcript"]) == ""
-
-
-@pytest.mark.parametrize(
-    ("settings", "what"), [({}, "`reset`"), ({"use": "agent:python3 -c 'raise SystemExit(3)'"}, "the program")]
-)
-async def test_the_advice_about_an_opening_names_what_the_user_wrote(
-    service: MakeService, settings: dict[str, Any], what: str
-) -> None:
-    async with service("Opens", **settings) as environment:
-        with pytest.raises(EnvironmentFailed) as raised:
-            await environment.reset(prompts(0), {"start": 5})
-    advice = str(raised.value).splitlines()[-1]
-    assert advice.startswith(f"mend {what}, or remove such rows from task.prompts")
-    assert 'environment.on_error = "zero" or "ignore" drops groups' in advice

@@ -15,11 +15,11 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.task_config import EnvironmentConfig
 from asyncrl.environments.transcript import transcript_column
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Score
 from asyncrl.services.feedback import FeedbackService
+from tests.unit.services.conftest import Serve, put_row, store_read_by
 
 PROMPT_IDS = np.array([7, 8, 9, 10, 11], np.int32)
 OPTIONS = {"host": "127.0.0.1", "port": 0, "key": "the-right-key"}
@@ -35,15 +35,16 @@ class Person:
 
     def ref(self, text: str, member: int = 0, group: int = 4, version: int = 0, first: int | None = None) -> RowRef:
         data = np.frombuffer(text.encode(), np.uint8)
-        place = self.store.put({"text": data, "prompt_ids": PROMPT_IDS, "response_ids": data.astype(np.int32)})
-        first = version if first is None else first
-        return RowRef(group, member, 0, 1, 5, len(text), first, version, "stop", (place,))
+        row = put_row(self.store, text=text, prompt_ids=PROMPT_IDS, response_ids=data, group=group, member=member)
+        return row._replace(first=version if first is None else first, last=version)
 
     async def score(self, *refs: RowRef) -> list[Score]:
         return await self.service.score(BatchRef(refs), {"prompt": "say:", "answer": "b"})
 
-    async def waiting(self) -> list[dict[str, Any]]:
-        found = (await self.client.get("/answers")).json()["answers"]
+    async def waiting(self, count: int = 0) -> list[dict[str, Any]]:
+        """Returns the answers that wait for a rating, once there are so many."""
+        while len(found := (await self.client.get("/answers")).json()["answers"]) < count:
+            pass
         return [dict(each) for each in found]
 
     async def rate(self, name: str, rating: int) -> bool:
@@ -69,30 +70,22 @@ Serving = Callable[[Config], AbstractAsyncContextManager[Person]]
 
 
 @pytest.fixture
-def serving(worker_context: Callable[..., WorkerContext], tmp_path: Path) -> Serving:
+def serving(serve: Serve, tmp_path: Path) -> Serving:
     @asynccontextmanager
-    async def serve(settings: Config) -> AsyncIterator[Person]:
-        store = RowStore.private("inproc://generation", 16, 1024)
-        async with asyncio.TaskGroup() as tasks:
-            context = worker_context("reward", settings, tasks, source=store, run_dir=tmp_path, options=OPTIONS)
-            service = FeedbackService(context)
-            try:
-                await service.start()
-                address = f"http://127.0.0.1:{service.port}"
-                headers = {"Authorization": f"Bearer {OPTIONS['key']}"}
-                async with httpx2.AsyncClient(base_url=address, headers=headers, timeout=10) as client:
-                    yield Person(service, store, client)
-            finally:
-                await service.stop()
+    async def shown(settings: Config) -> AsyncIterator[Person]:
+        async with serve(FeedbackService, "reward", settings, run_dir=tmp_path, options=OPTIONS) as service:
+            address = f"http://127.0.0.1:{service.port}"
+            headers = {"Authorization": f"Bearer {OPTIONS['key']}"}
+            async with httpx2.AsyncClient(base_url=address, headers=headers, timeout=10) as client:
+                yield Person(service, store_read_by(service), client)
 
-    return serve
+    return shown
 
 
 async def test_a_rating_is_the_reward_beside_functions(serving: Serving) -> None:
     async with serving(config("exact_match", weight=2.0)) as person:
         scoring = asyncio.ensure_future(person.score(person.ref("a"), person.ref("b", 1)))
-        while len(asked := await person.waiting()) < 2:
-            pass
+        asked = await person.waiting(2)
         assert [each["text"] for each in asked] == ["a", "b"]
         assert not await person.rate(asked[0]["sample"], 5)
         assert not scoring.done()
@@ -107,8 +100,7 @@ async def test_a_rating_is_the_reward_beside_functions(serving: Serving) -> None
 async def rated_tokens(person: Person, ref: RowRef, folder: Path) -> list[int]:
     """Rates a sample, and returns the tokens that stand beside its rating on disk."""
     scoring = asyncio.ensure_future(person.score(ref))
-    while not (asked := await person.waiting()):
-        pass
+    asked = await person.waiting(1)
     await person.rate(asked[0]["sample"], 5)
     await scoring
     (line,) = map(json.loads, (folder / "ratings.jsonl").read_text().splitlines())
@@ -127,15 +119,10 @@ async def test_a_rating_of_an_episode_keeps_its_newest_context(
 ) -> None:
     settings = config().model_copy(update={"environment": EnvironmentConfig(use="guess", max_tokens=64)})
     async with serving(settings) as person:
-        row = {
-            "text": np.frombuffer(b"b", np.uint8),
-            "prompt_ids": PROMPT_IDS,
-            "response_ids": np.arange(6, dtype=np.int32),
-            "spans": np.array([1, given, 3, 0], np.int32),
-            "transcript": transcript_column([{"role": "assistant", "content": each} for each in "ab"]),
-            "turn_rewards": np.zeros(2, np.float32),
-        }
-        ref = RowRef(4, 0, 0, 1, 5, 4, 0, 0, "done", (person.store.put(row),), turns=2, given=2)
+        transcript = transcript_column([{"role": "assistant", "content": each} for each in "ab"])
+        row = {"transcript": transcript, "turn_rewards": np.zeros(2, np.float32), "spans": [1, given, 3, 0]}
+        row |= {"text": "b", "prompt_ids": PROMPT_IDS, "response_ids": range(6)}
+        ref = put_row(person.store, **row)._replace(tokens=4, turns=2, given=2)
         assert await rated_tokens(person, ref, tmp_path) == context
 
 
@@ -168,8 +155,7 @@ async def test_nobody_is_asked_about_held_out_answers(serving: Serving) -> None:
 async def test_a_sample_beyond_the_staleness_limit_waits_no_longer(serving: Serving) -> None:
     async with serving(config(otherwise="constant")) as person:
         old = asyncio.ensure_future(person.score(person.ref("old", version=0)))
-        while not (asked := await person.waiting()):
-            pass
+        asked = await person.waiting(1)
         fresh = asyncio.ensure_future(person.score(person.ref("fresh", 1, version=3)))
         assert (await old)[0].terms == {"person": 0.5}
         assert await person.rate(asked[0]["sample"], 5)
@@ -200,8 +186,7 @@ async def test_a_sample_waits_while_its_staleness_lets_it_train(policy: str, new
 async def test_a_restarted_worker_knows_what_was_rated(serving: Serving) -> None:
     async with serving(config()) as person:
         scoring = asyncio.ensure_future(person.score(person.ref("a")))
-        while not (asked := await person.waiting()):
-            pass
+        asked = await person.waiting(1)
         await person.rate(asked[0]["sample"], 5)
         await scoring
     async with serving(config(deadline=0.01)) as person:
@@ -214,20 +199,17 @@ async def test_waiting_for_a_person_is_idle_time(serving: Serving) -> None:
     async with serving(config()) as person:
         with person.service.context.occupancy.serving():  # as the dispatcher does
             scoring = asyncio.ensure_future(person.score(person.ref("a")))
-            while not (asked := await person.waiting()):
-                pass
+            asked = await person.waiting(1)
             states = [person.service.context.clock.current]
             await person.rate(asked[0]["sample"], 5)
             await scoring
             assert [*states, person.service.context.clock.current] == ["starved", "overhead"]
 
 
-async def test_a_taken_port_is_refused_by_its_key(
-    worker_context: Callable[..., WorkerContext], serving: Serving
-) -> None:
-    async with serving(config()) as person, asyncio.TaskGroup() as tasks:
+async def test_a_taken_port_is_refused_by_its_key(serve: Serve, serving: Serving) -> None:
+    async with serving(config()) as person:
         options = {**OPTIONS, "port": person.service.port}
-        second = FeedbackService(worker_context("reward", config(), tasks, options=options))
-        with pytest.raises(ConfigError, match=r"feedback\.port: 127\.0\.0\.1:\d+ cannot be listened at"):
-            await second.start()
-        await second.stop()
+        taken = pytest.RaisesExc(ConfigError, match=r"feedback\.port: 127\.0\.0\.1:\d+ cannot be listened at")
+        with pytest.RaisesGroup(taken):
+            async with serve(FeedbackService, "reward", config(), options=options):
+                pass

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,14 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.engines.training.train_rows import contexts_of
 from asyncrl.environments.transcript import context_message
-from asyncrl.errors import LostRows, TaskError
+from asyncrl.errors import TaskError
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.services.generation import GenerationService
-from tests.unit.services.running_generation import core_of, running_generation, until
+from tests.unit.services.conftest import Serve
+from tests.unit.services.running_generation import core_of, until
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "spans", "transcript", "text")
 CHATML = (
@@ -33,8 +31,6 @@ CHATML = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 MAX_TOKENS = 150
-
-Start = Callable[..., AbstractAsyncContextManager[GenerationService]]
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +84,10 @@ def environment() -> PlayedEnvironment:
 
 
 @pytest.fixture
-def start(
-    folder: Path, config: Config, worker_context: Callable[..., WorkerContext], environment: PlayedEnvironment
-) -> Start:
-    @asynccontextmanager
-    async def started(config: Config = config, version: int = 0) -> AsyncIterator[GenerationService]:
-        here = {"options": {"own_version": version}, "source": environment.store, "make_compute": ThreadCompute}
-        here["model_dir"] = folder
-        async with running_generation(lambda tasks: worker_context("generation", config, tasks, **here)) as made:
-            yield made
+def start(folder: Path, config: Config, serve: Serve, environment: PlayedEnvironment) -> Serve:
+    def started(config: Config = config, version: int = 0) -> Any:
+        here = {"options": {"own_version": version}, "source": environment.store, "model_dir": folder}
+        return serve(GenerationService, "generation", config, make_compute=ThreadCompute, **here)
 
     return started
 
@@ -131,7 +122,7 @@ async def played(
 
 @pytest.mark.parametrize("prompt", ["go left: ", [{"role": "user", "content": "go left"}]], ids=["text", "chat"])
 async def test_a_row_has_the_turns_so_far_and_their_logprobs_are_those_of_a_plain_forward(
-    start: Start, environment: PlayedEnvironment, folder: Path, prompt: Any
+    start: Serve, environment: PlayedEnvironment, folder: Path, prompt: Any
 ) -> None:
     async with start(version=4) as service:
         for row in await played(service, environment, group(prompt), " no", " not at all", " yes"):
@@ -161,7 +152,7 @@ def plain_logprobs(folder: Path, prompt: np.ndarray, response: np.ndarray) -> np
 
 
 async def test_given_tokens_are_the_rendered_messages_and_nothing_sampled_is_tokenized_again(
-    start: Start, environment: PlayedEnvironment, folder: Path
+    start: Serve, environment: PlayedEnvironment, folder: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     async with start() as service:
@@ -178,7 +169,7 @@ async def test_given_tokens_are_the_rendered_messages_and_nothing_sampled_is_tok
 
 
 async def test_an_environment_begins_contexts_of_which_each_is_seen_alone(
-    start: Start, environment: PlayedEnvironment, folder: Path
+    start: Serve, environment: PlayedEnvironment, folder: Path
 ) -> None:
     """The third one goes on where the first one was, token by token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -209,7 +200,7 @@ def said(*texts: str) -> list[dict[str, Any]]:
 
 
 async def test_an_episode_is_shown_with_what_its_environment_said_last(
-    start: Start, environment: PlayedEnvironment
+    start: Serve, environment: PlayedEnvironment
 ) -> None:
     async with start() as service:
         rows = environment.step(service, await played(service, environment, group("go left: "), " no"), " yes")
@@ -229,7 +220,7 @@ async def test_an_episode_is_shown_with_what_its_environment_said_last(
             assert len(text.token_ids) == len(text.token_logprobs) == len(text.token_versions) == tokens
 
 
-async def test_the_next_turn_is_the_same_at_another_worker(start: Start, environment: PlayedEnvironment) -> None:
+async def test_the_next_turn_is_the_same_at_another_worker(start: Serve, environment: PlayedEnvironment) -> None:
     async with start() as one, start() as other:
         first = await sampled(one, group())
         continued = going_on(group(), environment.step(one, first, " no"))
@@ -241,7 +232,7 @@ async def test_the_next_turn_is_the_same_at_another_worker(start: Start, environ
 
 
 async def test_a_turn_waits_for_the_weights_that_sampled_the_turn_before(
-    start: Start, environment: PlayedEnvironment
+    start: Serve, environment: PlayedEnvironment
 ) -> None:
     """Another worker may have older weights, and the versions of a sample never fall."""
     async with start(version=5) as one, start(version=4) as other:
@@ -255,7 +246,7 @@ async def test_a_turn_waits_for_the_weights_that_sampled_the_turn_before(
 
 
 async def test_members_go_on_one_by_one_and_a_turn_frees_the_row_of_the_turns_before(
-    start: Start, environment: PlayedEnvironment
+    start: Serve, environment: PlayedEnvironment
 ) -> None:
     async with start() as service:
         assert service.rows is not None
@@ -269,7 +260,7 @@ async def test_members_go_on_one_by_one_and_a_turn_frees_the_row_of_the_turns_be
 
 
 async def test_an_episode_without_room_for_one_more_token_ends_as_it_was(
-    start: Start, environment: PlayedEnvironment
+    start: Serve, environment: PlayedEnvironment
 ) -> None:
     async with start() as service:
         first = await sampled(service, group(members=(0,)))
@@ -284,7 +275,7 @@ async def test_an_episode_without_room_for_one_more_token_ends_as_it_was(
 
 
 async def test_turns_that_met_max_new_tokens_are_counted_where_they_are_sampled(
-    start: Start, environment: PlayedEnvironment
+    start: Serve, environment: PlayedEnvironment
 ) -> None:
     """An answer that the room of its episode ended is none of them, and nor is an episode that its own limit ended."""
     async with start() as service:
@@ -310,7 +301,7 @@ async def test_turns_that_met_max_new_tokens_are_counted_where_they_are_sampled(
 
 
 async def test_what_cannot_be_shown_is_an_error_that_names_the_member(
-    start: Start, environment: PlayedEnvironment
+    start: Serve, environment: PlayedEnvironment
 ) -> None:
     async with start() as service:
         prompts = group([{"role": "user", "content": "go"}])
@@ -324,17 +315,8 @@ async def test_what_cannot_be_shown_is_an_error_that_names_the_member(
             await sampled(service, replace(prompts, tools=({"name": "add"},)))
 
 
-async def test_rows_that_are_gone_are_lost_rows(start: Start, environment: PlayedEnvironment) -> None:
-    async with start() as service:
-        rows = environment.step(service, await sampled(service, group()), " no")
-        environment.store.free([rows.rows[0].places[0]])
-        with pytest.raises(LostRows):
-            await sampled(service, going_on(group(), rows))
-        assert service.counters["running"] == 0
-
-
 async def test_turns_are_bounded_by_the_episode_and_the_prompt_by_both(
-    start: Start, config: Config, environment: PlayedEnvironment
+    start: Serve, config: Config, environment: PlayedEnvironment
 ) -> None:
     short = config.model_copy(update={"environment": config.environment.model_copy(update={"max_tokens": 5})})
     async with start(short) as service:
@@ -346,7 +328,7 @@ async def test_turns_are_bounded_by_the_episode_and_the_prompt_by_both(
 
 
 async def test_turns_go_on_with_parked_keys_until_their_samples_are_released(
-    start: Start, config: Config, environment: PlayedEnvironment, folder: Path
+    start: Serve, config: Config, environment: PlayedEnvironment, folder: Path
 ) -> None:
     generation = config.generation.model_copy(update={"deterministic": False})
     sections = {"generation": generation, "environment": config.environment.model_copy(update={"max_turns": 3})}
@@ -370,7 +352,7 @@ async def test_turns_go_on_with_parked_keys_until_their_samples_are_released(
 
 
 async def test_closing_the_stream_of_a_turn_gives_up_what_was_parked(
-    start: Start, config: Config, environment: PlayedEnvironment
+    start: Serve, config: Config, environment: PlayedEnvironment
 ) -> None:
     generation = config.generation.model_copy(update={"deterministic": False})
     async with start(config.model_copy(update={"generation": generation})) as service:
@@ -386,7 +368,7 @@ async def test_closing_the_stream_of_a_turn_gives_up_what_was_parked(
 
 
 async def test_the_next_turn_goes_on_when_the_call_that_sampled_the_one_before_ends(
-    start: Start, environment: PlayedEnvironment
+    start: Serve, environment: PlayedEnvironment
 ) -> None:
     """Members of a group finish one after the other, and each goes on at once: in a call of its own."""
     async with start() as service, asyncio.timeout(60):
@@ -402,7 +384,7 @@ async def test_the_next_turn_goes_on_when_the_call_that_sampled_the_one_before_e
 
 
 async def test_each_turn_knows_whether_its_prompt_ended_inside_thoughts(
-    start: Start, environment: PlayedEnvironment
+    start: Serve, environment: PlayedEnvironment
 ) -> None:
     async with start() as service:
         prompts = group("go left: <think>", members=(0,))

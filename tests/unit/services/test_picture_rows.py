@@ -1,7 +1,5 @@
 """Pixels of a group are stored once and travel once, whichever of its samples are trained or compared."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,10 @@ from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, 
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.messages import PromptGroup
+from asyncrl.services.generation import GenerationService
 from asyncrl.services.reference import ReferenceService
 from asyncrl.tasks.builtin import colours
-from tests.unit.services.running_generation import running_generation
+from tests.unit.services.conftest import Serve
 
 SAMPLES = 4
 PIXELS_BYTES = 16 * 96 * 4
@@ -71,9 +70,12 @@ class CountedReader:
         return Batch({name: Column.of([cell[i] for cell in cells]) for i, name in enumerate(columns)})
 
 
-async def test_pixels_are_stored_and_read_once_a_group(eyes: Path, worker_context: Callable[..., Any]) -> None:
-    here = {"model_dir": eyes, "options": {"own_version": 0}, "make_compute": ThreadCompute}
-    async with running_generation(lambda tasks: worker_context("generation", config(), tasks, **here)) as service:
+def sampling(folder: Path) -> dict[str, Any]:
+    return {"model_dir": folder, "options": {"own_version": 0}, "make_compute": ThreadCompute}
+
+
+async def test_pixels_are_stored_and_read_once_a_group(eyes: Path, serve: Serve) -> None:
+    async with serve(GenerationService, "generation", config(), **sampling(eyes)) as service:
         found = [row for number in (3, 4) async for part in service.generate(group(number)) for row in part]
         rows = service.rows
         assert rows is not None
@@ -88,7 +90,10 @@ async def test_pixels_are_stored_and_read_once_a_group(eyes: Path, worker_contex
         assert pictures[0] is not None
         assert pictures[0].positions.shape == (3, refs.rows[0].prompt_tokens)
 
-        logprobs = await reference_logprobs(eyes, worker_context, refs, reader)
+        async with serve(ReferenceService, "reference", config(), model_dir=eyes, reader=reader) as reference:
+            places = await reference.logprobs(refs)
+            name = "reference_logprobs"
+            logprobs = [reference.rows.read(row.place_of(name), [name])[0] for row in places]
         assert (reader.rows, reader.bytes) == (4, 4 * PIXELS_BYTES)
         for row, own in zip(refs, logprobs, strict=True):
             (recorded,) = rows.read(row.place_of("logprobs"), ["logprobs"])
@@ -104,25 +109,7 @@ async def test_pixels_are_stored_and_read_once_a_group(eyes: Path, worker_contex
         assert rows.used == 0
 
 
-async def reference_logprobs(
-    folder: Path, worker_context: Callable[..., Any], refs: BatchRef, reader: Any
-) -> list[np.ndarray]:
-    import asyncio
-
-    async with asyncio.TaskGroup() as tasks:
-        context = worker_context("reference", config(), tasks, model_dir=folder)
-        service = ReferenceService(replace(context, reader=reader))
-        await service.start()
-        places = await service.logprobs(refs)
-        assert service.rows is not None
-        name = "reference_logprobs"
-        found = [service.rows.read(row.place_of(name), [name])[0] for row in places]
-        await service.stop()
-    return found
-
-
-async def test_an_evaluation_stores_no_pixels(eyes: Path, worker_context: Callable[..., Any]) -> None:
-    here = {"model_dir": eyes, "options": {"own_version": 0}, "make_compute": ThreadCompute}
-    async with running_generation(lambda tasks: worker_context("evaluation", config(), tasks, **here)) as service:
+async def test_an_evaluation_stores_no_pixels(eyes: Path, serve: Serve) -> None:
+    async with serve(GenerationService, "evaluation", config(), **sampling(eyes)) as service:
         found = [row async for part in service.generate(group(3)) for row in part]
         assert [len(row.places) for row in found] == [1] * SAMPLES

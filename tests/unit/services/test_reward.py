@@ -1,13 +1,11 @@
 """The reward service with real children."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +14,13 @@ from structlog.testing import capture_logs
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
+from asyncrl.environments.transcript import transcript_column
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Score
 from asyncrl.services.reward import RewardService
+from tests.unit.services.conftest import Serve, put_row, store_read_by
 
 FUNCTIONS = """
 import threading
@@ -55,8 +54,7 @@ class Bench:
         self.store = store
 
     def ref(self, text: str, member: int = 0, group: int = 4, finish: str = "stop") -> RowRef:
-        place = self.store.put({"text": np.frombuffer(text.encode(), np.uint8)})
-        return RowRef(group, member, 0, 1, 5, len(text), 0, 0, finish, (place,))
+        return put_row(self.store, text=text, member=member, group=group, finish=finish)
 
     async def score(self, text: str, member: int = 0, group: int = 4, finish: str = "stop") -> Score:
         (score,) = await self.service.score(BatchRef((self.ref(text, member, group, finish),)), ROW)
@@ -78,31 +76,18 @@ Serving = Callable[..., AbstractAsyncContextManager[Bench]]
 
 
 @pytest.fixture
-def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
+def serving(serve: Serve) -> Serving:
     @asynccontextmanager
-    async def serve(settings: Config, folder: Path, service: str = "reward") -> AsyncIterator[Bench]:
-        store = RowStore.private("inproc://generation", 16, 1024)
-        async with asyncio.TaskGroup() as tasks:
-            started = RewardService(worker_context(service, settings, tasks, source=store, run_dir=folder))
-            try:
-                await started.start()
-                yield Bench(started, store)
-            finally:
-                await started.stop()
+    async def benched(settings: Config, service: str = "reward") -> AsyncIterator[Bench]:
+        async with serve(RewardService, service, settings) as started:
+            yield Bench(started, store_read_by(started))
 
-    return serve
+    return benched
 
 
-@pytest.fixture
-def mine(tmp_path: Path) -> str:
-    file = tmp_path / "mine.py"
-    file.write_text(FUNCTIONS)
-    return str(file)
-
-
-async def test_the_weighted_sum_of_all_functions(tmp_path: Path, mine: str, serving: Serving) -> None:
+async def test_the_weighted_sum_of_all_functions(mine: str, serving: Serving) -> None:
     functions = ({"use": f"{mine}:right", "weight": 2.0}, {"use": f"{mine}:details", "weight": -0.1}, "exact_match")
-    async with serving(config(*functions), tmp_path) as bench:
+    async with serving(config(*functions)) as bench:
         assert await bench.score("cba", finish="length") == Score(
             pytest.approx(2.0 - 0.4 + 1.0),  # type: ignore[arg-type]
             {"right": 1.0, "details/tokens": 3.0, "details/cut": 1.0, "exact_match": 1.0},
@@ -110,39 +95,34 @@ async def test_the_weighted_sum_of_all_functions(tmp_path: Path, mine: str, serv
         assert (await bench.score("abc")).terms["right"] == 0.0
 
 
-async def test_functions_are_told_the_tokens_that_an_environment_wrote(tmp_path: Path, serving: Serving) -> None:
+async def test_functions_are_told_the_tokens_that_an_environment_wrote(serving: Serving) -> None:
     options = {"maximum": 10, "slack": 4}
     units = ("tokens", "row_tokens")
     lengths = ({"use": "length", "name": unit, "options": options | {"unit": unit}} for unit in units)
-    async with serving(config(*lengths), tmp_path) as bench:
+    async with serving(config(*lengths)) as bench:
         (score,) = await bench.service.score(BatchRef((bench.ref("abc")._replace(given=5),)), ROW)
         assert score.terms == {"tokens": 0.0, "row_tokens": -0.5}
 
 
-async def test_a_function_is_told_that_the_prompt_opened_the_thoughts(
-    tmp_path: Path, mine: str, serving: Serving
-) -> None:
-    async with serving(config("exact_match", f"{mine}:right"), tmp_path) as bench:
+async def test_a_function_is_told_that_the_prompt_opened_the_thoughts(mine: str, serving: Serving) -> None:
+    async with serving(config("exact_match", f"{mine}:right")) as bench:
         for text, expected in {"cba": 0.0, "abc?</think>cba": 1.0}.items():
             ref = bench.ref(text)._replace(opened=True)
             (score,) = await bench.service.score(BatchRef((ref,)), ROW)
             assert score.terms == {"exact_match": expected, "right": float(text == "cba")}
 
 
-@pytest.mark.parametrize(("on_error", "reward"), [("zero", 1.0), ("ignore", None)])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("on_error", "reward", "known"), [("zero", 1.0, False), ("ignore", None, True)])
 async def test_an_episode_whose_environment_failed_says_why(
-    tmp_path: Path, serving: Serving, on_error: str, reward: float | None, known: bool
+    serving: Serving, on_error: str, reward: float | None, known: bool
 ) -> None:
     """Such an error is none of a reward function, and in no log of theirs."""
     cause = "environment my.py:Game on member 2 of group 4: `step` raised KeyError: 'a'\n  File ..."
     said = {"role": "assistant", "content": "cba"} | ({"info": {"error": cause}} if known else {})
     settings = config("exact_match").model_dump() | {"environment": {"use": "my.py:Game", "on_error": on_error}}
-    async with serving(Config.model_validate(settings), tmp_path) as bench:
-        columns = {"text": b"cba", "transcript": json.dumps([said]).encode()}
-        stored = {name: np.frombuffer(data, np.uint8) for name, data in columns.items()}
-        place = bench.store.put(stored | {"turn_rewards": np.zeros(1, np.float32)})
-        ref = RowRef(4, 2, 0, 1, 5, 3, 0, 0, "environment", (place,))
+    async with serving(Config.model_validate(settings)) as bench:
+        columns = {"text": "cba", "transcript": transcript_column([said]), "turn_rewards": np.zeros(1, np.float32)}
+        ref = put_row(bench.store, member=2, finish="environment", **columns)
         (score,) = await bench.service.score(BatchRef((ref,)), ROW)
         assert score.reward == reward
         assert score.error == (cause if known else "the environment failed on member 2 of group 4")
@@ -151,10 +131,10 @@ async def test_an_episode_whose_environment_failed_says_why(
         assert (score.reward, score.error) == (1.0, "")
 
 
-async def test_an_answer_at_which_a_template_hangs_has_0_and_is_told_once(tmp_path: Path, serving: Serving) -> None:
+async def test_an_answer_at_which_a_template_hangs_has_0_and_is_told_once(serving: Serving) -> None:
     slow = {"use": "regex_format", "options": {"pattern": "(x+x+)+y"}}
     with capture_logs() as logs:
-        async with serving(config(slow, deadline=1.5), tmp_path) as bench:
+        async with serving(config(slow, deadline=1.5)) as bench:
             refs = [bench.ref(text, member) for member, text in enumerate(("x" * 60, "xxy", "x" * 61))]
             scores = await bench.service.score(BatchRef(tuple(refs)), ROW)
     assert [(score.reward, score.terms) for score in scores] == [
@@ -167,19 +147,9 @@ async def test_an_answer_at_which_a_template_hangs_has_0_and_is_told_once(tmp_pa
     assert "reward function regex_format on member 0 of group 4: it hung: no answer within 1.5 s" in told["error"]
 
 
-async def test_a_function_of_the_user_that_hangs_is_an_error(tmp_path: Path, mine: str, serving: Serving) -> None:
-    async with serving(config(f"{mine}:fussy", deadline=1.5), tmp_path) as bench:
-        with pytest.raises(
-            RewardError, match=r"mine\.py:fussy on member 0 of group 4: it hung: no answer within 1\.5 s"
-        ):
-            await bench.score("hang")
-
-
-async def test_group_functions_wait_for_all_members_and_answer_each(
-    tmp_path: Path, mine: str, serving: Serving
-) -> None:
+async def test_group_functions_wait_for_all_members_and_answer_each(mine: str, serving: Serving) -> None:
     functions = ("exact_match", {"use": f"{mine}:share", "group": True})
-    async with serving(config(*functions), tmp_path) as bench, asyncio.TaskGroup() as tasks:
+    async with serving(config(*functions)) as bench, asyncio.TaskGroup() as tasks:
         scores = [tasks.create_task(bench.score(text, member)) for member, text in enumerate(("abcd", "cba", "a"))]
     assert [score.result().terms for score in scores] == [
         {"exact_match": 0.0, "share": 1.0},
@@ -188,19 +158,14 @@ async def test_group_functions_wait_for_all_members_and_answer_each(
     ]
 
 
-async def test_groups_of_the_evaluation_have_their_own_size(tmp_path: Path, mine: str, serving: Serving) -> None:
-    async with serving(config({"use": f"{mine}:share", "group": True}), tmp_path) as bench:
-        assert (await bench.score("cba", group=-1)).reward == 1.0
-
-
-async def test_a_held_out_set_is_scored_by_its_own_functions_alone(tmp_path: Path, mine: str, serving: Serving) -> None:
+async def test_a_held_out_set_is_scored_by_its_own_functions_alone(mine: str, serving: Serving) -> None:
     own = [{"use": f"{mine}:share", "group": True, "weight": 2.0}, f"{mine}:fussy"]
     sets = {
         "plain": {"prompts": "p", "size": 4},
         "own": {"prompts": "o", "samples": 2, "temperature": 1.0, "functions": own},
     }
     settings = config("exact_match").model_copy(update={"evaluate": EvaluateConfig(size=2, sets=sets)})
-    async with serving(settings, tmp_path) as bench:
+    async with serving(settings) as bench:
         in_training, unnamed, plain = [await bench.score("cba", group=group) for group in (4, -2, -6)]
         async with asyncio.TaskGroup() as tasks:
             scores = [tasks.create_task(bench.score(text, member, -7)) for member, text in enumerate(("abcd", "cb"))]
@@ -214,23 +179,17 @@ async def test_a_held_out_set_is_scored_by_its_own_functions_alone(tmp_path: Pat
     assert all(isinstance(error, RewardError) and "reward.on_error" in str(error) for error in failed)
 
 
-async def test_fail_raises_and_names_function_and_sample(tmp_path: Path, mine: str, serving: Serving) -> None:
-    async with serving(config(f"{mine}:fussy"), tmp_path) as bench:
-        with pytest.raises(RewardError, match=r"mine\.py:fussy on member 2 of group 4: it returned None"):
-            await bench.score("none", member=2)
-
-
-async def test_errors_name_whole_groups_and_held_out_prompts(tmp_path: Path, mine: str, serving: Serving) -> None:
+async def test_errors_name_whole_groups_and_held_out_prompts(mine: str, serving: Serving) -> None:
     functions = ("exact_match", {"use": f"{mine}:short", "group": True})
     sets = {"hard": {"prompts": "h"}}
     settings = config(*functions, on_error="zero")
     held_out = EvaluateConfig(prompts="p", size=40, sets=sets)
     unnamed = EvaluateConfig(size=40)
-    async with serving(settings.model_copy(update={"evaluate": held_out}), tmp_path) as bench:
+    async with serving(settings.model_copy(update={"evaluate": held_out})) as bench:
         refs = BatchRef(tuple(bench.ref("cba", member) for member in range(3)))
         group = (await bench.service.score(refs, ROW))[2].error
         errors = [group, *[(await bench.score("cba", group=each)).error for each in (-34, -43)]]
-    async with serving(settings.model_copy(update={"evaluate": unnamed}), tmp_path) as bench:
+    async with serving(settings.model_copy(update={"evaluate": unnamed})) as bench:
         errors.append((await bench.score("cba", group=-34)).error)
     places = [error.removeprefix(f"reward function {mine}:short on ").partition(":")[0] for error in errors]
     assert places == [
@@ -241,20 +200,21 @@ async def test_errors_name_whole_groups_and_held_out_prompts(tmp_path: Path, min
     ]
 
 
-async def test_fail_raises_after_the_first_sample_that_hangs(tmp_path: Path, mine: str, serving: Serving) -> None:
-    async with serving(config(f"{mine}:fussy", deadline=0.5), tmp_path) as bench:
-        with pytest.raises(RewardError, match=r"mine\.py:fussy on member 0 of group 4: it hung"):
+async def test_fail_raises_after_the_first_sample_that_hangs(mine: str, serving: Serving) -> None:
+    async with serving(config(f"{mine}:fussy", deadline=0.5)) as bench:
+        says = r"mine\.py:fussy on member 0 of group 4: it hung: no answer within 0\.5 s"
+        with pytest.raises(RewardError, match=says):
             await bench.service.score(BatchRef(tuple(bench.ref("hang", member) for member in range(3))), ROW)
         assert bench.service.finished == 1
+        assert bench.service.context.clock.spent()[1]["busy"] >= 0.5, "while children work"
 
 
-@pytest.mark.parametrize(("on_error", "reward"), [("zero", 1.0), ("ignore", None)])
-@pytest.mark.parametrize("text", ["none", "hang"])
+@pytest.mark.parametrize(("on_error", "reward", "text"), [("zero", 1.0, "none"), ("ignore", None, "hang")])
 async def test_the_run_goes_on_where_the_config_says_so(
-    tmp_path: Path, mine: str, on_error: str, reward: float | None, text: str, serving: Serving
+    mine: str, on_error: str, reward: float | None, text: str, serving: Serving
 ) -> None:
     settings = config(f"{mine}:fussy", f"{mine}:details", deadline=0.5, on_error=on_error)
-    async with serving(settings, tmp_path) as bench:
+    async with serving(settings) as bench:
         expected = None if reward is None else 4.0
         score = await bench.score(text)
         assert score.reward == expected
@@ -270,41 +230,25 @@ def costs(*functions: Any, **cost: Any) -> Config:
     return Config.model_validate(given | {"cost": {"functions": functions, "limit": 0.5, **cost}})
 
 
-async def test_the_cost_service_judges_by_its_own_section(tmp_path: Path, mine: str, serving: Serving) -> None:
+async def test_the_cost_service_judges_by_its_own_section(mine: str, serving: Serving) -> None:
     settings = costs({"use": f"{mine}:details", "weight": 0.5}, on_error="zero")
-    async with serving(settings, tmp_path, service="cost") as bench:
+    async with serving(settings, service="cost") as bench:
         assert await bench.score("abc", finish="length") == Score(2.0, {"details/tokens": 3.0, "details/cut": 1.0})
-    async with serving(settings, tmp_path) as bench:
+    async with serving(settings) as bench:
         assert (await bench.score("abc")).terms == {"exact_match": 0.0}
 
 
-async def test_what_a_cost_function_does_wrong_is_told_by_the_name_of_its_section(
-    tmp_path: Path, mine: str, serving: Serving
-) -> None:
-    async with serving(costs(f"{mine}:fussy"), tmp_path, service="cost") as bench:
+async def test_what_a_cost_function_does_wrong_is_told_by_the_name_of_its_section(mine: str, serving: Serving) -> None:
+    async with serving(costs(f"{mine}:fussy"), service="cost") as bench:
         with pytest.raises(
-            RewardError, match=r"(?s)cost function .*mine\.py:fussy on member .* it returned .*cost\.on_error"
+            RewardError,
+            match=r"(?s)cost function .*mine\.py:fussy on member 2 of group 4: it returned None.*cost\.on_error",
         ):
-            await bench.score("none")
+            await bench.score("none", member=2)
     with pytest.raises(ExceptionGroup) as raised:
-        async with serving(costs(f"{mine}:rihgt"), tmp_path, service="cost"):
+        async with serving(costs(f"{mine}:rihgt"), service="cost"):
             pass
     assert raised.group_contains(ConfigError, match=r"^cost\.functions: .* has no rihgt; did you mean right")
-
-
-async def test_a_function_that_is_not_there_is_a_config_error_at_start(
-    tmp_path: Path, mine: str, serving: Serving
-) -> None:
-    with pytest.raises(ExceptionGroup) as raised:
-        async with serving(config(f"{mine}:rihgt"), tmp_path):
-            pass
-    assert raised.group_contains(ConfigError, match="has no rihgt; did you mean right")
-
-
-async def test_time_is_busy_while_children_work(tmp_path: Path, mine: str, serving: Serving) -> None:
-    async with serving(config(f"{mine}:fussy", deadline=0.3, on_error="zero"), tmp_path) as bench:
-        await bench.score("hang")
-        assert bench.service.context.clock.spent()[1]["busy"] >= 0.3
 
 
 def test_the_worker_needs_no_torch() -> None:
@@ -313,12 +257,12 @@ def test_the_worker_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, env=environment).returncode == 0
 
 
-@pytest.mark.parametrize("on_error", ["fail", "zero", "ignore"])
+@pytest.mark.parametrize("on_error", ["fail", "ignore"])
 async def test_a_row_that_a_template_cannot_score_costs_its_group_and_not_the_run(
-    tmp_path: Path, serving: Serving, on_error: str
+    serving: Serving, on_error: str
 ) -> None:
     row = {"prompt": "say", "answer": "x+1"}
-    async with serving(config("numeric", on_error=on_error), tmp_path) as bench:
+    async with serving(config("numeric", on_error=on_error)) as bench:
         (score,) = await bench.service.score(BatchRef((bench.ref("7"),)), row)
         assert (score.reward, score.terms, score.bad_row) == (None, {}, True)
         assert "numeric on member 0 of group 4: the row's answer holds no number" in score.error

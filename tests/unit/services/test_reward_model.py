@@ -1,18 +1,17 @@
 """The reward service with a model, on tiny ones: scores of token ids, alone and beside functions."""
 
-import asyncio
-import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -21,19 +20,17 @@ from transformers import (
 )
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.models.scoring_models import scoring_model_folder
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import RowStore
-from asyncrl.protocols.batch import BatchRef, RowRef
-from asyncrl.services.reward_model import RewardModelService
-from tests.unit.services.source_rows import store_read_by
+from asyncrl.protocols.batch import BatchRef
+from asyncrl.services.reward_model import FeedbackWithModelService, RewardModelService
+from tests.unit.services.conftest import VOCABULARY, Serve, put_row, store_read_by
 
-VOCABULARY = 50
+ROTARY = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 FUNCTIONS = """
 def tokens(sample):
     return float(sample.tokens)
 """
-Serving = Callable[..., AbstractAsyncContextManager[RewardModelService]]
 
 
 @pytest.fixture(scope="module")
@@ -78,25 +75,14 @@ def config(deterministic: bool = False, **sections: Any) -> Config:
 
 
 @pytest.fixture
-def serving(worker_context: Callable[..., WorkerContext], judge: Path) -> Serving:
+def serving(serve: Serve, judge: Path) -> Serve:
     torch.set_num_threads(1)
 
-    @asynccontextmanager
-    async def serve(settings: Config | None = None, model: Path = judge) -> AsyncIterator[RewardModelService]:
-        parts = {
-            "source": RowStore.private("inproc://source", 64, 4096),
-            "options": {"model": str(model)},
-            "model_dir": judge,
-        }
-        async with asyncio.TaskGroup() as tasks:
-            service = RewardModelService(worker_context("reward", settings or config(), tasks, **parts))
-            try:
-                await service.start()
-                yield service
-            finally:
-                await service.stop()
+    def made(settings: Config | None = None, model: Path = judge) -> Any:
+        parts = {"options": {"model": str(model)}, "model_dir": judge}
+        return serve(RewardModelService, "reward", settings or config(), **parts)
 
-    return serve
+    return made
 
 
 def sampled(service: RewardModelService, count: int = 9) -> BatchRef:
@@ -108,9 +94,7 @@ def sampled(service: RewardModelService, count: int = 9) -> BatchRef:
         prompt = draw.integers(0, VOCABULARY, 2 + member)
         response = draw.integers(0, VOCABULARY, 14 - member)
         response[-1:] = 3 if member % 2 else response[-1]
-        columns = {"prompt_ids": prompt.astype(np.int32), "response_ids": response.astype(np.int32)}
-        place = store.put({**columns, "text": np.frombuffer(b"text", np.uint8)})
-        rows.append(RowRef(0, member, 0, 1, len(prompt), len(response), 0, 0, "stop", (place,)))
+        rows.append(put_row(store, prompt_ids=prompt, response_ids=response, text="text", group=0, member=member))
     return BatchRef(tuple(rows))
 
 
@@ -123,7 +107,7 @@ async def rewards(service: RewardModelService, refs: BatchRef) -> list[float | N
     return [score.reward for score in await service.score(refs, {"prompt": "p"})]
 
 
-async def test_a_score_is_transformers_own_of_the_row_alone(serving: Serving, judge: Path) -> None:
+async def test_a_score_is_transformers_own_of_the_row_alone(serving: Serve, judge: Path) -> None:
     """Also where the row ends with what the tokenizer calls padding: the row given to transformers is one without."""
     theirs = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
     theirs.config.pad_token_id = None
@@ -136,7 +120,7 @@ async def test_a_score_is_transformers_own_of_the_row_alone(serving: Serving, ju
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-async def test_rows_together_equal_rows_alone(serving: Serving) -> None:
+async def test_rows_together_equal_rows_alone(serving: Serve) -> None:
     async with serving() as service:
         refs = sampled(service)
         together = await rewards(service, refs)
@@ -147,9 +131,8 @@ async def test_rows_together_equal_rows_alone(serving: Serving) -> None:
         assert await rewards(service, refs) == [(await rewards(service, refs.take([row])))[0] for row in range(9)]
 
 
-async def test_it_combines_with_functions_by_weight(serving: Serving, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(FUNCTIONS)
-    functions = [{"use": f"{tmp_path}/mine.py:tokens", "weight": 0.5}]
+async def test_it_combines_with_functions_by_weight(serving: Serve, mine: str) -> None:
+    functions = [{"use": f"{mine}:tokens", "weight": 0.5}]
     async with serving() as service:
         plain = await rewards(service, sampled(service))
     async with serving(config(reward={"functions": functions, "weight": -2.0})) as service:
@@ -161,7 +144,7 @@ async def test_it_combines_with_functions_by_weight(serving: Serving, tmp_path: 
 
 @pytest.mark.parametrize(("on_error", "expected"), [("zero", 0.0), ("ignore", None)])
 async def test_a_score_that_is_not_finite_is_unscorable_as_that_of_a_function(
-    serving: Serving, on_error: str, expected: float | None
+    serving: Serve, on_error: str, expected: float | None
 ) -> None:
     async with serving(config(reward={"on_error": on_error})) as service:
         service._model.head.weight.fill_(float("nan"))
@@ -175,7 +158,7 @@ async def test_a_score_that_is_not_finite_is_unscorable_as_that_of_a_function(
 
 
 async def test_a_token_classifier_is_read_at_the_last_token(
-    serving: Serving, make_classifier: Callable[..., Path]
+    serving: Serve, make_classifier: Callable[..., Path]
 ) -> None:
     folder = make_classifier(LlamaForTokenClassification)
     model = LlamaForTokenClassification.from_pretrained(folder)
@@ -191,50 +174,121 @@ async def test_a_token_classifier_is_read_at_the_last_token(
         np.testing.assert_allclose(await rewards(service, refs), expected, atol=1e-5)
 
 
-async def test_a_folder_without_a_trained_head_is_refused(
-    serving: Serving, make_classifier: Callable[..., Path]
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ({"kind": LlamaForCausalLM}, r"holds no score\.weight, so its scores would be noise"),
+        ({"num_labels": 2}, "another number of labels than 1"),
+        ({"prefix": "v"}, r"^reward\.model: its tokenizer is not that"),
+        (
+            {"max_position_embeddings": 64, "rope_parameters": ROTARY},
+            r"reward\.model: .*'dynamic'.* passes 64 tokens",
+        ),
+        ({"cut": True}, r"model\.safetensors"),
+    ],
+)
+async def test_a_folder_that_cannot_score_is_refused(
+    serving: Serve, make_classifier: Callable[..., Path], folder: dict[str, Any], says: str
 ) -> None:
-    with pytest.RaisesGroup(
-        pytest.RaisesExc(ConfigError, match=r"holds no score\.weight, so its scores would be noise")
-    ):
-        async with serving(model=make_classifier(LlamaForCausalLM)):
-            pass
-
-
-async def test_two_labels_are_refused(serving: Serving, make_classifier: Callable[..., Path]) -> None:
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="another number of labels than 1")):
-        async with serving(model=make_classifier(num_labels=2)):
-            pass
-
-
-async def test_a_model_with_another_tokenizer_is_refused(
-    serving: Serving, make_classifier: Callable[..., Path]
-) -> None:
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r"^reward\.model: its tokenizer is not that")):
-        async with serving(model=make_classifier(prefix="v")):
-            pass
-
-
-async def test_frequencies_that_follow_the_longest_row_are_refused(
-    serving: Serving, make_classifier: Callable[..., Path]
-) -> None:
-    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = make_classifier(max_position_embeddings=64, rope_parameters=rotary)
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r"reward\.model: .*'dynamic'.* passes 64 tokens")):
+    is_cut = folder.pop("cut", False)
+    model = make_classifier(**folder)
+    if is_cut:
+        weights = model / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=says)):
         async with serving(model=model):
             pass
 
 
-async def test_a_device_that_is_not_there_is_refused_by_its_key(serving: Serving) -> None:
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r'^reward\.device = "cuda:99" cannot be used')):
-        async with serving(config(reward={"device": "cuda:99"})):
-            pass
+# ---- a model that reads prompts and answers with a tokenizer and a chat template of its own -------------------------
 
 
-async def test_damaged_weights_are_refused(serving: Serving, judge: Path, tmp_path: Path) -> None:
-    shutil.copytree(judge, tmp_path / "cut")
-    weights = tmp_path / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r"model\.safetensors")):
-        async with serving(model=tmp_path / "cut"):
-            pass
+TEMPLATE = "{% for m in messages %}w1 {{ m.role }} w2 {{ m.content }} {% endfor %}"
+ANSWERS = ["w4", "w5 w6 w7 w9", "w8", " ".join(f"w{number}" for number in range(10, 40))]
+
+
+@pytest.fixture
+def reader(make_classifier: Callable[..., Path]) -> Path:
+    """The folder of a reward model whose words are others than the policy's."""
+    folder = make_classifier(prefix="v", max_position_embeddings=30)
+    words = {name: number for number, name in enumerate(["<unk>", "user", "assistant", "system"])}
+    words |= {f"w{number}": 4 + number for number in range(VOCABULARY - 4)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
+
+
+def reading(**sections: Any) -> Config:
+    return config(reward={"reads": "text", "on_error": "ignore"}, **sections)
+
+
+async def scores_of_text(serve: Serve, settings: Config, reader: Path, policy: Path, prompt: Any) -> list[float | None]:
+    parts = {"options": {"model": str(reader)}, "model_dir": policy}
+    async with serve(RewardModelService, "reward", settings, **parts) as service:
+        store = store_read_by(service)
+        ids = {"prompt_ids": [1, 2], "response_ids": [1, 2]}
+        rows = [put_row(store, text=text, group=0, member=member, **ids) for member, text in enumerate(ANSWERS)]
+        scored = await service.score(BatchRef(tuple(rows)), {"prompt": prompt})
+    assert [score.error for score in scored[:3]] == [""] * 3
+    assert " tokens, and the reward model has 30 positions" in scored[3].error
+    return [score.reward for score in scored]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "system"),
+    [("w3 w9", ""), ("w3 w9", "w6"), ([{"role": "user", "content": [{"type": "text", "text": "w3 w9"}]}], "w6")],
+)
+async def test_scores_are_those_of_the_conversation_by_its_own_template(
+    prompt: Any, system: str, reader: Path, judge: Path, serve: Serve
+) -> None:
+    """Also where rows of several lengths share a pass; a conversation that is too long cannot be scored."""
+    theirs = AutoModelForSequenceClassification.from_pretrained(reader, dtype=torch.float32).eval()
+    theirs.config.pad_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(reader)
+    first = [{"role": "system", "content": system}] if system else []
+    expected = []
+    for text in ANSWERS[:3]:
+        talk = [*first, {"role": "user", "content": "w3 w9"}, {"role": "assistant", "content": text}]
+        ids = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False))["input_ids"]
+        with torch.no_grad():
+            expected.append(theirs(input_ids=torch.tensor([ids])).logits.item())
+    task = {"prompts": "none", "samples_per_prompt": 4, "system": system}
+    found = await scores_of_text(serve, reading(task=task), reader, judge, prompt)
+    assert np.std(expected) > 0.05
+    np.testing.assert_allclose(np.array(found[:3], float), expected, atol=1e-5)
+    assert found[3] is None
+
+
+def test_a_model_that_reads_text_needs_no_tokenizer_of_the_policy_but_a_template(reader: Path, judge: Path) -> None:
+    assert scoring_model_folder(reading(), str(reader), "reward.model", judge) == reader
+    with pytest.raises(ConfigError, match=r"its tokenizer is not that of model\.name.*or let it read text"):
+        scoring_model_folder(config(), str(reader), "reward.model", judge)
+    with pytest.raises(ConfigError, match="there is no chat template in"):
+        scoring_model_folder(reading(), str(judge), "reward.model", judge)
+    with pytest.raises(ConfigError, match=r'^reward\.reads: "text" is for single answers'):
+        scoring_model_folder(reading(environment={"use": "guess"}), str(reader), "reward.model", judge)
+
+
+def test_a_path_without_a_folder_is_no_name_on_the_hub(judge: Path) -> None:
+    for name in ("judge", "./owner/judge", "a/b/c", "/judge"):
+        with pytest.raises(ConfigError, match=rf"^reward\.model: there is no folder {name}; write one"):
+            scoring_model_folder(reading(), name, "reward.model", judge)
+
+
+# ---- beside a person, for whom it stands in where nobody rated ------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [4, -1])
+async def test_the_model_stands_in_for_a_person(group: int, serve: Serve, judge: Path, tmp_path: Path) -> None:
+    feedback = {"ask": "rate", "deadline": 0.01, "otherwise": "model", "weight": 2.0}
+    options = {"host": "127.0.0.1", "port": 0, "key": "the-right-key", "model": str(judge)}
+    parts = {"run_dir": tmp_path, "options": options, "model_dir": judge}
+    async with serve(FeedbackWithModelService, "reward", config(feedback=feedback), **parts) as service:
+        ref = put_row(store_read_by(service), prompt_ids=[1, 2], response_ids=[3, 4], text="text", group=group)
+        (score,) = await service.score(BatchRef((ref,)), {"prompt": "p"})
+    assert set(score.terms) == {"model", "person"}
+    assert score.terms["person"] == pytest.approx(1 / (1 + math.exp(-score.terms["model"])))
+    assert score.reward == pytest.approx(2 * score.terms["person"])

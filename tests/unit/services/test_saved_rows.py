@@ -1,7 +1,6 @@
 """The trainer saves rows of waiting samples beside its checkpoint, and generation stores them again."""
 
 import asyncio
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -26,9 +25,7 @@ from asyncrl.protocols.batch import (
 )
 from asyncrl.services.generation import GenerationService
 from tests.power_cut_disk import Disk
-
-sys.path.insert(0, str(Path(__file__).parent))
-from counting import INCARNATION, CountingService, config, context_maker
+from tests.unit.services.counting import INCARNATION, CountingService, config, context_maker
 
 Contexts = Callable[..., WorkerContext]
 SAMPLES = 3

@@ -1,22 +1,17 @@
 """Rewards of single tokens: what functions are told, what is stored for the trainer, and what a wrong list says."""
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.environments.transcript import transcript_column
 from asyncrl.errors import RewardError
-from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.rewards.functions import function_problems
 from asyncrl.services.reward import RewardService
+from tests.unit.services.conftest import Serve, put_row, store_read_by
 
 FUNCTIONS = """
 def vowels(sample):
@@ -51,90 +46,52 @@ def config(*functions: Any, preset: str = "ppo", **sections: Any) -> Config:
 
 
 @pytest.fixture
-def serving(worker_context: Callable[..., WorkerContext]) -> Callable[..., Any]:
-    @asynccontextmanager
-    async def serve(settings: Config, folder: Path, source: RowStore) -> AsyncIterator[RewardService]:
-        async with asyncio.TaskGroup() as tasks:
-            service = RewardService(worker_context("reward", settings, tasks, source=source, run_dir=folder))
-            try:
-                await service.start()
-                yield service
-            finally:
-                await service.stop()
-
-    return serve
+def serving(serve: Serve) -> Serve:
+    return lambda settings, **changes: serve(RewardService, "reward", settings, **changes)
 
 
-@pytest.fixture
-def mine(tmp_path: Path) -> str:
-    file = tmp_path / "mine.py"
-    file.write_text(FUNCTIONS)
-    return str(file)
+def plain(service: RewardService, text: str, member: int = 0, group: int = 4) -> RowRef:
+    return put_row(store_read_by(service), text=text, response_ids=[*text.encode()], member=member, group=group)
 
 
-@pytest.fixture
-def source() -> RowStore:
-    return RowStore.private("inproc://generation", 16, 1024)
-
-
-def plain(source: RowStore, text: str, member: int = 0, group: int = 4) -> RowRef:
-    data = np.frombuffer(text.encode(), np.uint8)
-    place = source.put({"text": data, "response_ids": data.astype(np.int32)})
-    return RowRef(group, member, 0, 1, 5, len(text), 0, 0, "stop", (place,))
-
-
-async def test_a_critic_finds_the_weighted_rewards_of_tokens_in_a_row(
-    tmp_path: Path, mine: str, source: RowStore, serving: Callable[..., Any]
-) -> None:
+async def test_a_critic_finds_the_weighted_rewards_of_tokens_in_a_row(mine: str, serving: Serve) -> None:
     by_token = {"use": f"{mine}:vowels", "by_token": True, "weight": 0.5}
-    async with serving(config(by_token, "exact_match"), tmp_path, source) as service:
-        ref = plain(source, "banana")
+    async with serving(config(by_token, "exact_match")) as service:
+        ref = plain(service, "banana")
         (score,) = await service.score(BatchRef((ref,)), ROW)
         assert (score.reward, score.terms) == (2.5, {"vowels": 3.0, "exact_match": 1.0})
         (found,) = service.rows.read(score.place, ["token_rewards"])
         assert found.tolist() == [0.0, 0.5, 0.0, 0.5, 0.0, 0.5]
-        (held_out,) = await service.score(BatchRef((plain(source, "banana", group=-1),)), ROW)
+        (held_out,) = await service.score(BatchRef((plain(service, "banana", group=-1),)), ROW)
         assert (held_out.reward, held_out.place) == (2.5, None), "an evaluation trains nothing"
         await service.release([ref.name], oldest=0)
         assert service.rows.used == 0
 
 
-async def test_without_a_critic_the_sum_is_the_reward_and_nothing_is_stored(
-    tmp_path: Path, mine: str, source: RowStore, serving: Callable[..., Any]
-) -> None:
+async def test_without_a_critic_the_sum_is_the_reward_and_nothing_is_stored(mine: str, serving: Serve) -> None:
     by_token = {"use": f"{mine}:vowels", "by_token": True}
-    async with serving(config(by_token, preset="grpo"), tmp_path, source) as service:
-        (score,) = await service.score(BatchRef((plain(source, "banana"),)), ROW)
+    async with serving(config(by_token, preset="grpo")) as service:
+        (score,) = await service.score(BatchRef((plain(service, "banana"),)), ROW)
         assert (score.reward, score.place, service.rows) == (3.0, None, None)
 
 
-async def test_a_list_of_another_length_names_the_sample(
-    tmp_path: Path, mine: str, source: RowStore, serving: Callable[..., Any]
-) -> None:
-    async with serving(config({"use": f"{mine}:short", "by_token": True}), tmp_path, source) as service:
+async def test_a_list_of_another_length_names_the_sample(mine: str, serving: Serve) -> None:
+    async with serving(config({"use": f"{mine}:short", "by_token": True})) as service:
         with pytest.raises(RewardError, match=r"short on member 2 of group 4: it returned 4 rewards for the 6 tokens"):
-            await service.score(BatchRef((plain(source, "banana", member=2),)), ROW)
+            await service.score(BatchRef((plain(service, "banana", member=2),)), ROW)
 
 
-async def test_the_tokens_of_all_turns_are_rewarded_beside_the_turns(
-    tmp_path: Path, mine: str, source: RowStore, serving: Callable[..., Any]
-) -> None:
+async def test_the_tokens_of_all_turns_are_rewarded_beside_the_turns(mine: str, serving: Serve) -> None:
     functions = ({"use": f"{mine}:first_turn", "by_token": True}, "environment")
-    ids = np.arange(9, dtype=np.int32)
-    spans = np.array([2, 3, 4, 0], np.int32)
-    said = json.dumps([{"role": "assistant", "content": "a"}]).encode()
-    place = source.put(
-        {
-            "text": np.frombuffer(b"a", np.uint8),
-            "response_ids": ids,
-            "spans": spans,
-            "transcript": np.frombuffer(said, np.uint8),
-            "turn_rewards": np.array([0.0, 2.0], np.float32),
-        }
-    )
-    ref = RowRef(4, 0, 0, 1, 5, 6, 0, 0, "stop", (place,), turns=2, given=3)
-    settings = config(*functions, environment={"use": "guess", "max_tokens": 64})
-    async with serving(settings, tmp_path, source) as service:
+    row = {
+        "text": "a",
+        "response_ids": range(9),
+        "spans": [2, 3, 4, 0],
+        "turn_rewards": np.array([0.0, 2.0], np.float32),
+    }
+    row["transcript"] = transcript_column([{"role": "assistant", "content": "a"}])
+    async with serving(config(*functions, environment={"use": "guess", "max_tokens": 64})) as service:
+        ref = put_row(store_read_by(service), **row)._replace(tokens=6, turns=2, given=3)
         (score,) = await service.score(BatchRef((ref,)), ROW)
         assert (score.reward, score.turns) == (3.0, (1.0, 2.0))
         assert score.by_turn(2) == (1.0, 2.0)
@@ -152,11 +109,9 @@ def test_templates_and_costs_give_no_rewards_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("group", [4, -1])
-async def test_a_function_of_trl_gets_token_ids_and_step_and_logs_terms(
-    tmp_path: Path, mine: str, source: RowStore, serving: Callable[..., Any], group: int
-) -> None:
+async def test_a_function_of_trl_gets_token_ids_and_step_and_logs_terms(mine: str, serving: Serve, group: int) -> None:
     settings = config(f"trl:{mine}:trls", preset="grpo", steps=100)
-    async with serving(settings, tmp_path, source) as service:
-        ref = plain(source, "banana", group=group)._replace(last=7)
+    async with serving(settings) as service:
+        ref = plain(service, "banana", group=group)._replace(last=7)
         (score,) = await service.score(BatchRef((ref,)), ROW)
         assert (score.reward, score.terms) == (0.06, {"trls": 0.06, "trls/step": 7.0, "trls/last": 97.0})

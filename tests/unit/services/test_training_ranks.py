@@ -56,10 +56,10 @@ ServingTwo = Callable[..., AbstractAsyncContextManager[Two]]
 
 @pytest.fixture
 def serving_two(
-    worker_context: Callable[..., WorkerContext], thread_ranks: Callable[[int], list[RankMesh]]
+    worker_context: Callable[..., WorkerContext], thread_ranks: Callable[[int], list[RankMesh]], tmp_path: Path
 ) -> ServingTwo:
     @asynccontextmanager
-    async def serve(tmp_path: Path, size: int = 2) -> AsyncIterator[Two]:
+    async def serve(size: int = 2) -> AsyncIterator[Two]:
         store = RowStore.private("inproc://rows", 64, 4096)
         async with asyncio.TaskGroup() as tasks:
             services = [
@@ -88,10 +88,10 @@ def serving_two(
     return serve
 
 
-async def test_two_ranks_report_the_step_and_the_chain_of_one(tmp_path: Path, serving_two: ServingTwo) -> None:
-    async with serving_two(tmp_path, 1) as one:
+async def test_two_ranks_report_the_step_and_the_chain_of_one(serving_two: ServingTwo) -> None:
+    async with serving_two(1) as one:
         expected = [await one.step(cuts(one.ranks[0], 0, 1, 2, 5)), await one.step(cuts(one.ranks[0], 1, 6))]
-    async with serving_two(tmp_path) as two:
+    async with serving_two() as two:
         batch = cuts(two.ranks[0], 0, 1, 2, 5)
         assert [len(share) for share in two.calls(batch)] == [2, 1]
         found = [await two.step(batch), await two.step(cuts(two.ranks[0], 1, 6))]
@@ -99,10 +99,8 @@ async def test_two_ranks_report_the_step_and_the_chain_of_one(tmp_path: Path, se
         assert await published_weight(two.ranks[0]) == 4.0
 
 
-async def test_rows_that_one_rank_misses_stop_the_step_of_both_and_the_next_is_trained(
-    tmp_path: Path, serving_two: ServingTwo
-) -> None:
-    async with serving_two(tmp_path) as two:
+async def test_rows_that_one_rank_misses_stop_the_step_of_both_and_the_next_is_trained(serving_two: ServingTwo) -> None:
+    async with serving_two() as two:
         first = two.ranks[0]
         batch = cuts(first, 0, 1, 2)
         first.context.open_rows(0, 0).free([two.calls(batch)[1].batch.rows[0].places[0]])
@@ -111,8 +109,8 @@ async def test_rows_that_one_rank_misses_stop_the_step_of_both_and_the_next_is_t
         assert (await two.step(cuts(first, 0, 1, 3))).chain == chain(GENESIS, [(1, 0, 0), (3, 0, 0)]).hex()
 
 
-async def test_what_was_foreseen_lies_where_the_step_then_asks_for_it(tmp_path: Path, serving_two: ServingTwo) -> None:
-    async with serving_two(tmp_path) as two:
+async def test_what_was_foreseen_lies_where_the_step_then_asks_for_it(serving_two: ServingTwo) -> None:
+    async with serving_two() as two:
         batch = cuts(two.ranks[0], 0, 1, 2, 5)
         shares = fan_out(Training.endpoints["prefetch"].transfer, (batch.batch,), Layout(dp=2))[1]
         held = await together(rank.prefetch(share) for rank, (share,) in zip(two.ranks, shares, strict=True))
@@ -122,10 +120,10 @@ async def test_what_was_foreseen_lies_where_the_step_then_asks_for_it(tmp_path: 
 
 
 async def test_a_share_that_comes_again_after_others_lost_rows_is_trained_and_not_taken_for_the_lost_one(
-    tmp_path: Path, serving_two: ServingTwo
+    serving_two: ServingTwo,
 ) -> None:
     """A handle cancels the other ranks' calls on the first error; the next batch may have the same share for them."""
-    async with serving_two(tmp_path) as two:
+    async with serving_two() as two:
         one, other = two.ranks
         kept = put(one, 1)
         gone = put(one, 2)
@@ -142,10 +140,8 @@ async def test_a_share_that_comes_again_after_others_lost_rows_is_trained_and_no
         assert [sample.group for sample in (await report).samples] == [1, 3]
 
 
-async def test_a_repeated_call_is_answered_by_each_rank_from_its_report(
-    tmp_path: Path, serving_two: ServingTwo
-) -> None:
-    async with serving_two(tmp_path) as two:
+async def test_a_repeated_call_is_answered_by_each_rank_from_its_report(serving_two: ServingTwo) -> None:
+    async with serving_two() as two:
         batch = cuts(two.ranks[0], 0, 1, 2)
         first = await two.step(batch)
         for row in batch.batch:
@@ -155,16 +151,16 @@ async def test_a_repeated_call_is_answered_by_each_rank_from_its_report(
             await two.step(cuts(two.ranks[0], 0, 4, 5))
 
 
-async def test_a_rank_without_rows_takes_part(tmp_path: Path, serving_two: ServingTwo) -> None:
-    async with serving_two(tmp_path) as two:
+async def test_a_rank_without_rows_takes_part(serving_two: ServingTwo) -> None:
+    async with serving_two() as two:
         batch = cuts(two.ranks[0], 0, 7)
         assert [len(share) for share in two.calls(batch)] == [1, 0]
         assert [sample.group for sample in (await two.step(batch)).samples] == [7]
         assert [await rank.step(share) for rank, share in zip(two.ranks, two.calls(batch), strict=True)]
 
 
-async def test_only_the_first_rank_publishes_and_keeps_leases(tmp_path: Path, serving_two: ServingTwo) -> None:
-    async with serving_two(tmp_path) as two:
+async def test_only_the_first_rank_publishes_and_keeps_leases(serving_two: ServingTwo) -> None:
+    async with serving_two() as two:
         one, other = two.ranks
         for rank in two.ranks:
             await rank.using(("slow",), 0)
@@ -180,7 +176,7 @@ async def test_only_the_first_rank_publishes_and_keeps_leases(tmp_path: Path, se
 
 async def test_a_checkpoint_of_two_ranks_names_the_files_of_both(tmp_path: Path, serving_two: ServingTwo) -> None:
     folder = tmp_path / "tmp-1"
-    async with serving_two(tmp_path) as two:
+    async with serving_two() as two:
         report = await two.step(cuts(two.ranks[0], 0, 1, 2))
         with pytest.raises(Refused, match="version 0 of incarnation 3"):
             await together(rank.copy_state(INCARNATION, 0) for rank in two.ranks)

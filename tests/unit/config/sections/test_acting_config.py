@@ -41,7 +41,7 @@ def test_a_written_config_reads_as_the_same() -> None:
 def test_the_fleet_has_acting_workers_and_their_trainer() -> None:
     specs = service_specs(config(generation={"replicas": 3}))
     assert [(spec.name, spec.replicas) for spec in specs] == [("generation", 3), ("training", 1)]
-    assert specs[0].implementation == "asyncrl.services.acting_generation:ActingService"
+    assert specs[0].implementation == "asyncrl.services.acting:ActingService"
     assert not list(preflight(config()))
 
 

@@ -1,4 +1,4 @@
-"""Acts in environments with the policy while new weights arrive: the generation service of a run with `acting.env`.
+"""Acts in environments with the policy: generation and evaluation of a run with `acting.env`.
 
     generate ── recordings ──┐        ┌── full recordings ── rows ── reference to the caller
     use_weights ── weights ──┼ loop ──┤
@@ -6,26 +6,35 @@
 
 A group is one sample of each environment. Episodes go on from sample to sample, so what a sample has depends on those
 before it: a group that is tried again has other transitions.
+
+In an evaluation a group is all its episodes, and its members are their numbers. The same number has the same seed in
+each evaluation. The policy does not explore. No rows are stored: the references say how each episode ended.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 
 from asyncrl.concurrency import next_items
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.sections.task_config import ActingConfig
 from asyncrl.engines.acting.acting_loop import NO_WEIGHTS, ActingLoop, ActingPolicy, Recording
+from asyncrl.engines.acting.acting_trainer import WEIGHTS
+from asyncrl.engines.acting.episode_player import LOST, EpisodePlayer, PlayedEpisode
 from asyncrl.engines.acting.networks import performed
+from asyncrl.engines.acting.stepping.answers import Floats
+from asyncrl.engines.acting.stepping.picture_child import EpisodePictures
 from asyncrl.engines.acting.stepping.spaces import Spaces, read_spaces
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
 from asyncrl.engines.acting.transitions import transition_columns
-from asyncrl.errors import DeadlineExceeded, EnvironmentFailed, LostRows
+from asyncrl.errors import ConfigError, DeadlineExceeded, EnvironmentFailed, LostRows, PeerLost
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
@@ -35,7 +44,7 @@ from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleT
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Generation
 from asyncrl.services.pooled_service import PooledService
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import RunDirectory, replace_bytes
 from asyncrl.telemetry.samples_file import TRANSITIONS
 
 # ---- transitions for a person: plain values with numbers to four digits --------------------------------------------
@@ -93,9 +102,11 @@ class ActingPool:
         await self.environments.stop()
 
 
-class PolicyWorker(PooledService[ActingPool]):
+class PolicyWorker(PooledService):
     """Takes published weights into its policy. settings: of its environments. seed: of their episodes. share_episodes:
     as in SteppedEnvironments."""
+
+    _pool: ActingPool
 
     def __init__(
         self, context: WorkerContext, settings: ActingConfig, seed: int, *, share_episodes: bool = False
@@ -169,7 +180,8 @@ ACTION = "action"
 SHOWN_TRANSITIONS = 1024
 """Transitions of a step that samples.jsonl has: some 150 bytes each."""
 READ = (*SHOWN, "returns", "lengths")
-COUNTERS = ("samples", "tokens", "running", "waiting", "aborted", "environment/lost_episodes")
+LOST_EPISODES = "environment/lost_episodes"
+COUNTERS = ("samples", "tokens", "running", "waiting", "aborted", LOST_EPISODES)
 
 Finished = asyncio.Queue[Recording | EnvironmentFailed]
 
@@ -309,5 +321,118 @@ class ActingService(PolicyWorker, Generation):
         self.counters["waiting"] = float(self._loop.waiting)
 
     def _lost(self, place: int, why: str) -> None:
-        self.counters["environment/lost_episodes"] += 1
+        self.counters[LOST_EPISODES] += 1
         self.context.log.warning("episode lost", environment=place, error=why)
+
+
+# ---- the episodes of an evaluation ---------------------------------------------------------------------------------
+
+
+HELD_OUT = -1
+"""Group whose seed the episodes have: groups of training have none below 0."""
+OWN_VERSION = "own_version"
+PICTURE_SECONDS = 30.0
+"""Time in which a child starts and draws an episode, which takes a second or two."""
+
+
+class ActingEvaluationService(PolicyWorker, Generation):
+    """options: `own_version`: version of the weights in the model folder, which the policy then uses at once."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.config
+        count = min(config.acting.environments, config.evaluate.episodes)
+        settings = config.acting.model_copy(update={"environments": count})
+        super().__init__(context, settings, group_seed(config.seed, HELD_OUT), share_episodes=True)
+        self._are_unplayed = True
+        self._may_begin_again = False
+        self._playing = asyncio.Lock()
+        self._pictures: EpisodePictures | None = None
+        self.counters = dict.fromkeys(("samples", "tokens", LOST_EPISODES), 0.0)
+
+    async def start(self) -> None:
+        await super().start()
+        if (version := self.context.spec.options.get(OWN_VERSION)) is not None:
+            self._load_own(int(version))
+
+    def _load_own(self, version: int) -> None:
+        path = self.context.facts.model_dir / WEIGHTS
+        acting = self.context.config.acting
+        try:
+            self._policy.load(load_file(path), version)
+        except (OSError, KeyError, RuntimeError) as error:
+            why = f"{path} holds no policy with acting.hidden_size = {list(acting.hidden_size)}"
+            raise ConfigError(f"{why}: name the experiment that trained it ({error})") from error
+
+    async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        """Yields the episodes as they end, each with its return as reward; one that its environment lost has none.
+        Raises Refused for a group of another incarnation, PeerLost without the weights that are evaluated, and
+        EnvironmentFailed when environments lose every episode."""
+        context = self.context
+        self.check_incarnation(prompts.incarnation, f"group {prompts.id}")
+        if self._policy.version < prompts.not_before:
+            raise PeerLost(
+                f"{context.spec.instance} was started after the weights of version {prompts.not_before} were copied, "
+                "and has none to evaluate"
+            )
+        async with self._playing:
+            await self._begin_episodes()
+            player = EpisodePlayer(self._likeliest, self._pool.environments, len(prompts.members))
+            ended: list[PlayedEpisode] = []
+            async for episodes in player.play(prompts.deadline):
+                ended += episodes
+                yield BatchRef(tuple(self._reference(prompts, each) for each in episodes))
+            self._may_begin_again = True
+            await self._draw(prompts.attempt, next(each for each in ended if each.number == 0))
+
+    async def use_weights(self, published: Published) -> Using:
+        return Using((), (await super().use_weights(published)).version)  # It copies weights, and holds no lease.
+
+    async def texts(self, refs: BatchRef) -> list[SampleText]:
+        """Says of the first episode why there is no picture of it, or ""; the references say everything else."""
+        problem = "" if self._pictures is None else self._pictures.problem
+        return [SampleText(row.group, row.member, "", problem) for row in refs if row.member == 0]
+
+    async def stop(self) -> None:
+        if self._pictures is not None:
+            await self._pictures.stop()
+        await super().stop()
+
+    async def _draw(self, version: int, episode: PlayedEpisode) -> None:
+        """Writes the picture of an episode into the run directory, where it stays with the episodes."""
+        context = self.context
+        if not context.config.evaluate.keep_answers or OWN_VERSION in context.spec.options:
+            return
+        if self._pictures is None:
+            settings = self._pool.environments.child_settings
+            self._pictures = EpisodePictures(self._settings, self._spaces, self._seed, settings)
+        actions = b"".join(each.tobytes() for each in episode.actions)
+        if (picture := await self._pictures.draw(actions, PICTURE_SECONDS)) is not None:
+            path = RunDirectory(context.facts.run_dir).answers / f"{version}.gif"
+            await asyncio.to_thread(replace_bytes, path, picture)
+
+    async def _begin_episodes(self) -> None:
+        """Begins the first episode in each environment, in new ones where those before cannot go back to theirs."""
+        may_begin_again = self._may_begin_again
+        self._may_begin_again = False
+        if self._are_unplayed:
+            self._are_unplayed = False
+            return
+        if may_begin_again and await self._pool.environments.begin_again():
+            return
+        await self._pool.stop()
+        self._pool.environments = self._new_environments()
+        await self._pool.start()
+
+    async def _likeliest(self, states: Floats) -> Floats:
+        _, _, actions = await self.context.compute.run(partial(self._policy.act, greedy=True), states)
+        return actions
+
+    def _reference(self, prompts: PromptGroup, episode: PlayedEpisode) -> RowRef:
+        self.add_to_counters(samples=1, tokens=episode.steps)
+        if episode.end == LOST:
+            self.add_to_counters(**{LOST_EPISODES: 1})
+            self.context.log.warning("episode of an evaluation lost", episode=episode.number, error=episode.error)
+        identity = (prompts.id, prompts.members[episode.number], prompts.attempt, prompts.incarnation)
+        version = self._policy.version
+        gained = None if episode.end == LOST else episode.gained
+        return RowRef(*identity, 0, episode.steps, version, version, episode.end, (), gained)
