@@ -28,7 +28,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from asyncrl.engines.generation.block_pool import KV_BLOCK, BlockTables, Ints, blocks_for
-from asyncrl.engines.models.model_families import RecordShape
 from asyncrl.errors import ConfigError
 
 # The memory of the paged KV cache: keys and values of all layers in blocks of positions, in the model's precision.
@@ -39,8 +38,9 @@ from asyncrl.errors import ConfigError
 
 
 class KVCache:
-    """Holds per layer keys [blocks, kv heads, head size, KV_BLOCK], values [blocks, kv heads, KV_BLOCK, head size], and
-    the tables of who owns the blocks. Decode attention multiplies by keys in this order in half the time.
+    """Holds per layer keys [blocks, kv heads, head size, KV_BLOCK], values [blocks, kv heads, KV_BLOCK, head size], the
+    experts of each position where they are recorded, and the tables of who owns the blocks. Decode attention multiplies
+    by keys in this order in half the time.
 
     Memory is zero at first, because attention multiplies masked positions by 0, and 0 times an uninitialised NaN is
     NaN.
@@ -49,7 +49,6 @@ class KVCache:
         limit: positions of the longest sequence.
         blocks: of all sequences together; None has room for the longest one in every slot.
         fixed: every slot owns blocks for `limit` positions from the start, so that shapes never change.
-        record: of the experts of each position, which share, move and free with its block; None keeps none.
     """
 
     def __init__(
@@ -59,10 +58,8 @@ class KVCache:
         *,
         blocks: int | None = None,
         fixed: bool = False,
-        record: RecordShape | None = None,
     ) -> None:
         self.limit = limit
-        self.record = record
         self._experts: list[Tensor] = []  # At most one, [blocks, KV_BLOCK, numbers of a token].
         most = blocks_for(limit)
         self.tables = BlockTables(slots, most, slots * most if blocks is None else blocks, fixed=fixed)

@@ -207,7 +207,8 @@ def bind_parameters(body: Any, limit: int, stage: LayerStage, join: Join | None 
     for number, layer in enumerate(layers):
         layer.self_attn.layer_idx = number  # The cache has the layers of this stage alone.
         # Mistral has one window for all layers, in its config; the others have one for each layer, or none.
-        window = getattr(layer.self_attn, "sliding_window", body.config.sliding_window if _is_mistral(body) else None)
+        of_all = body.config.sliding_window if body.config.model_type == "mistral" else None
+        window = getattr(layer.self_attn, "sliding_window", of_all)
         layer.self_attn.rule = AttentionRule.of({"sliding_window": window}, limit)
     return SimpleNamespace(
         embeddings=body.embed_tokens.weight,
@@ -218,10 +219,6 @@ def bind_parameters(body: Any, limit: int, stage: LayerStage, join: Join | None 
         stage=stage,
         width=body.config.hidden_size,
     )
-
-
-def _is_mistral(body: Any) -> bool:
-    return bool(body.config.model_type == "mistral")
 
 
 def _bind(module: nn.Module) -> Any:
@@ -358,7 +355,7 @@ class FlatModel:
         self.model = model
         self.device: torch.device = model.device  # The property of transformers asks all parameters.
         self.slots = slots
-        self.cache = KVCache(slots, limit, blocks=blocks, fixed=fixed, record=record)
+        self.cache = KVCache(slots, limit, blocks=blocks, fixed=fixed)
         self._chosen = None if record is None else ChosenExperts(model, record)
         self.fast = is_llama_like(model)
         self._ranks = ALONE.tensor

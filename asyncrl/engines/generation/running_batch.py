@@ -126,11 +126,6 @@ class RunningBatch:
         self.requests.pop()
         self.prompts.pop()
 
-    def uncache(self, row: int) -> None:
-        """Notes that the KV cache holds no token of a row any more that counts."""
-        self.cached[row] = False
-        self.held[row] = 0
-
     def stop_deadline(self, row: int) -> None:
         """Stops the deadline of a row that lost its blocks."""
         if self.ends_at[row] < np.inf:
@@ -374,7 +369,8 @@ class BlockMemory:
         """Frees the blocks of a row, whose sequence is prefilled again later; its deadline stops until then."""
         if self._batch.cached[row]:
             self.prompts.want(self._batch.prompts[row])
-        self._batch.uncache(row)
+        self._batch.cached[row] = False
+        self._batch.held[row] = 0
         owned = self._tables.counts[row]
         self._tables.free(row)
         if self._tables.counts[row] < owned:

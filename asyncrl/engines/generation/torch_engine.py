@@ -256,7 +256,8 @@ class TorchEngine:
         self._ranks = ranks
         self._config = config
         self._truncation = Truncation(generation.top_p, generation.top_k, generation.min_p)
-        self.tokenizer = _with_stops(tokenizer, folder, config)
+        processor = PictureProcessor.of_folder(folder, config.task.max_picture_pixels)
+        self.tokenizer = TokenizerWithStops(tokenizer, generation.stop, config.task.template_arguments, processor)
         self._end_ids = end_ids(model.generation_config, tokenizer)
         self.turns = TurnRenderer(self.tokenizer, self._end_ids)
         self._batch = RunningBatch(self._flat.slots, generation.max_new_tokens, record=self.record)
@@ -549,11 +550,6 @@ def position_cost(model: Any) -> float:
         getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     )
     return float(2 * shape.num_hidden_layers * width / model.num_parameters())
-
-
-def _with_stops(tokenizer: Any, folder: Path, config: Config) -> TokenizerWithStops:
-    processor = PictureProcessor.of_folder(folder, config.task.max_picture_pixels)
-    return TokenizerWithStops(tokenizer, config.generation.stop, config.task.template_arguments, processor)
 
 
 # An engine that answers with the samples of a file instead of sampling (`generation.stored_samples`).

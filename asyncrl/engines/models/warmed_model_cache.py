@@ -6,7 +6,6 @@
 The digest is of all that the model is made from, every demonstration included, so a change of any makes another model.
 """
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -16,8 +15,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.config.sections.generation_engines import ENGINES
@@ -44,8 +42,6 @@ EYES |= {"out_hidden_size": 96, "patch_size": PATCH, "spatial_merge_size": MERGE
 """Encoder of the pictures of a model that is warmed up with some."""
 UNFINISHED = 3600.0
 """Seconds after which a model on its way belongs to a process that was killed; making one takes under a minute."""
-LOCK_TIMEOUT = 10.0
-"""Seconds to wait for other processes, each of which holds the lock while it copies one model."""
 
 
 def recipe_digest(demonstrations: Demonstrations, seed: int, heads: int) -> str:
@@ -76,58 +72,52 @@ def unpacked_digest(packed: Path) -> str:
 
 
 class WarmedModelCache:
-    """The kept models in a folder, at most `most`. Safe for several processes, and for those that are killed at any
-    moment."""
+    """The kept models in `folder`, at most `most`. Safe for several processes, and for those that are killed at any
+    moment: a model is renamed into its place whole, and one that another removes meanwhile cannot be read."""
 
     def __init__(self, folder: Path, most: int = MOST) -> None:
-        self._folder = folder
+        self.folder = folder
         self._most = most
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
 
     def copy_to(self, digest: str, target: Path) -> bool:
         """Copies the files of a model into the folder `target`; returns whether there is such a model. One whose files
         changed is removed. Raises OSError."""
-        entry = self._folder / digest
+        entry = self.folder / digest
         if not entry.is_dir():
             return False
-        with _locked(self._folder) as held:
-            if not held or not entry.is_dir():
-                return False
-            if _digests(entry) != _written_digests(entry):
-                shutil.rmtree(entry)
-                return False
-            for path in entry.iterdir():
-                if path.name != DIGESTS:
-                    shutil.copy(path, target)
-            os.utime(entry)
+        if _digests(entry) != _written_digests(entry):
+            shutil.rmtree(entry)
+            return False
+        os.utime(entry)  # Used first, so that no other run takes it for the oldest.
+        for path in entry.iterdir():
+            if path.name != DIGESTS:
+                shutil.copy(path, target)
         return True
 
     def keep(self, digest: str, model: Path) -> None:
         """Keeps a copy of the files in the folder `model`, and removes what is too much. Raises OSError."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix="making-", dir=self._folder))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix="making-", dir=self.folder))
         try:
             for path in model.iterdir():
                 shutil.copy(path, making)
             (making / DIGESTS).write_text(json.dumps(_digests(making)))
             for path in (*making.iterdir(), making):
                 sync_to_disk(path)
-            with _locked(self._folder) as held:
-                if held and not (self._folder / digest).exists():
-                    making.rename(self._folder / digest)
-                    sync_to_disk(self._folder)
-                if held:
-                    self._remove_oldest()
+            try:
+                making.rename(self.folder / digest)
+            except OSError:
+                if not (self.folder / digest).is_dir():  # That of another run is as good.
+                    raise
+            sync_to_disk(self.folder)
+            self._remove_oldest()
         finally:
             shutil.rmtree(making, ignore_errors=True)
 
     def _remove_oldest(self) -> None:
         used: dict[Path, float] = {}
-        for path in self._folder.iterdir():
-            with suppress(FileNotFoundError):  # Others remove their unfinished folders without the lock.
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):  # Others remove folders, too.
                 if path.is_dir():
                     used[path] = _used_at(path)
         folders = sorted(used, key=used.__getitem__, reverse=True)
@@ -135,25 +125,6 @@ class WarmedModelCache:
         killed = [path for path in folders if path not in kept and time.time() - used[path] > UNFINISHED]
         for path in (*kept[self._most :], *killed):
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Holds the lock of the folder; yields whether it was got in time. A killed process holds it no more."""
-    with (folder / "lock").open("w") as file:
-        yield _try_lock(file.fileno())
-
-
-def _try_lock(handle: int) -> bool:
-    until = time.monotonic() + LOCK_TIMEOUT
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.02)  # flock has no deadline of its own.
 
 
 def _digests(folder: Path) -> dict[str, str]:

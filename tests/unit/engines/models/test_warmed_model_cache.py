@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.engines.models import warmed_model_cache, warmed_up_model
+from asyncrl.engines.models import model_preparation, warmed_model_cache, warmed_up_model
 from asyncrl.engines.models.model_preparation import make_model
 from asyncrl.engines.models.warmed_model_cache import (
     BATCH,
@@ -41,6 +41,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder to keep."""
+    found = tmp_path / "model"
+    found.mkdir()
+    (found / "config.json").write_text("{}")
+    return found
+
+
+@pytest.fixture
 def make(home: Path, tmp_path: Path) -> Make:
     """make(seed, draw) -> files of a model, and the lines shown while it was made."""
 
@@ -65,7 +74,9 @@ def test_the_second_run_gets_the_model_of_the_first_without_torch(
     second, lines = make()
     assert second == first
     assert DIGESTS not in second
-    assert lines == [f"the tiny model was made before: {next(p for p in home.iterdir() if p.is_dir())}"]
+    (entry,) = (path for path in home.iterdir() if path.is_dir())
+    assert lines == [f"the tiny model was made before: {entry}"]
+    assert set(json.loads((entry / DIGESTS).read_text())) == set(first)
 
 
 def test_another_seed_demonstration_or_shape_is_another_model(make: Make, home: Path) -> None:
@@ -100,11 +111,8 @@ def test_a_model_that_is_not_what_was_kept_is_made_again(damage: str, make: Make
         assert lines[0].startswith(expected)
 
 
-def test_runs_that_make_it_at_once_keep_one(tmp_path: Path) -> None:
-    model = tmp_path / "model"
+def test_runs_that_make_it_at_once_keep_one(tmp_path: Path, model: Path) -> None:
     cache = WarmedModelCache(tmp_path / "kept")
-    model.mkdir()
-    (model / "config.json").write_text("{}")
     together = threading.Barrier(4, timeout=30)
     targets = [tmp_path / str(number) for number in range(4)]
 
@@ -120,16 +128,13 @@ def test_runs_that_make_it_at_once_keep_one(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(30)
     assert [files(target) for target in targets] == [{"config.json": b"{}"}] * 4
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["abc", "lock"]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["abc"]
 
 
 def test_an_unfinished_folder_that_another_removes_meanwhile_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tmp_path / "model"
     unfinished = tmp_path / "kept" / "making-other"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
     unfinished.mkdir(parents=True)
     used_at = warmed_model_cache._used_at
 
@@ -145,11 +150,22 @@ def test_an_unfinished_folder_that_another_removes_meanwhile_is_no_error(
     assert cache.copy_to("abc", tmp_path)
 
 
-def test_one_killed_in_mid_write_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tmp_path / "model"
+def test_a_model_that_another_removes_while_it_is_copied_is_made_again(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = WarmedModelCache(tmp_path / "kept")
+    cache.keep("abc", model)
+    monkeypatch.setattr(os, "utime", lambda entry: shutil.rmtree(entry))
+    made = list[int]()
+    (tmp_path / "made").mkdir()
+    model_preparation._made_once(cache, "abc", "it", tmp_path / "made", lambda line: None, lambda: made.append(1))
+    assert made == [1]
+
+
+def test_one_killed_in_mid_write_leaves_nothing_that_counts(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = tmp_path / "kept"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
     cache = WarmedModelCache(kept)
     with monkeypatch.context() as killed:  # A killed process runs no clean-up either.
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
@@ -163,15 +179,12 @@ def test_one_killed_in_mid_write_leaves_nothing_that_counts(tmp_path: Path, monk
     long_ago = time.time() - 2 * UNFINISHED
     os.utime(left, (long_ago, long_ago))
     cache.keep("def", model)
-    assert sorted(path.name for path in kept.iterdir()) == ["abc", "def", "lock"]
+    assert sorted(path.name for path in kept.iterdir()) == ["abc", "def"]
 
 
-def test_what_was_unused_for_longest_goes(tmp_path: Path) -> None:
-    model = tmp_path / "model"
+def test_what_was_unused_for_longest_goes(tmp_path: Path, model: Path) -> None:
     kept = tmp_path / "kept"
     random_order = list(range(MOST))
-    model.mkdir()
-    (model / "config.json").write_text("{}")
     cache = WarmedModelCache(kept)
     for number in range(MOST):
         cache.keep(str(number), model)
@@ -192,9 +205,3 @@ def test_a_cache_that_cannot_be_written_costs_only_time(make: Make, home: Path) 
     model, lines = make()
     assert "model.safetensors" in model
     assert lines[-1].startswith("the tiny model is not kept for later runs: ")
-
-
-def test_a_manifest_names_every_file(make: Make, home: Path) -> None:
-    model, _ = make()
-    (entry,) = (path for path in home.iterdir() if path.is_dir())
-    assert set(json.loads((entry / DIGESTS).read_text())) == set(model)
