@@ -98,6 +98,12 @@ def make_model(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path
 
 
 @pytest.fixture
+def tokenizer(model_folder: Callable[[str], Path]) -> PreTrainedTokenizerFast:
+    """The byte-level tokenizer as it is loaded, for a test to change."""
+    return AutoTokenizer.from_pretrained(model_folder("llama"))
+
+
+@pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes KV blocks of 4 positions: they are taken, given back, shared and moved all the time."""
     for module in (block_pool, running_batch, attention, attention, block_pool, flat_model):
@@ -188,3 +194,10 @@ def drain() -> Callable[..., dict[Any, Completion]]:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def lab(model_folder: Callable[[str], Path]) -> Any:
+    from tests.unit.engines.generation.lab import Lab  # It imports this file.
+
+    return Lab(model_folder)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
+from tests.unit.engines.generation.lab import KNOWN, Lab, drain, requests, same
 
-Drain = Callable[..., dict[Any, Completion]]
-MakeRequests = Callable[..., list[SampleRequest]]
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
-KNOWN = 261
 ENDS = (2, 3)
 NOTHING_ELSE: Mapping[str, Any] = {}
 SHAPE = {"slots": 8, "max_new_tokens": 24}
@@ -54,32 +52,33 @@ def trained_on(folder: Path, done: dict[Any, Completion], model: Mapping[str, An
     return run_step(PolicyTrainer(config, folder), [train_row(done[key]) for key in sorted(done)], 0, 0).metrics
 
 
-@pytest.mark.trap("tempered_logprobs")
-@pytest.mark.trap("raw_logprobs")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("temperatures", [(0.6,), (1.0,), (1.3,), (0.6, 1.0, 1.3)], ids=str)
-def test_the_ratio_of_what_the_engine_has_just_sampled_is_one(
-    family: str,
-    temperatures: tuple[float, ...],
-    model_folder: Callable[[str], Path],
-    requests: MakeRequests,
-    drain: Drain,
-) -> None:
-    """From the log-prob in the sampling forward to the ratio in the loss; also with temperatures side by side."""
-    folder = model_folder(family)
-    each = [requests(9, temperature=t)[number::3] for number, t in enumerate(temperatures * 3) if number < 3]
-    metrics = trained_on(folder, drain(engine(folder), [request for part in each for request in part]))
+def agrees(metrics: dict[str, float]) -> None:
+    """The ratio is 1, from the log-prob in the sampling forward to the loss."""
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
     assert metrics["policy/logprob_difference_max"] < 5e-5
     assert metrics["mismatch/kl"] < 1e-8
 
 
-@pytest.mark.trap("engines_disagree")
-def test_with_a_float32_head_engine_and_trainer_in_bfloat16_agree_better(
-    model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
+@pytest.mark.trap("tempered_logprobs")
+@pytest.mark.trap("raw_logprobs")
+@pytest.mark.parametrize(
+    ("family", "temperatures"),
+    [*((each, (0.6, 1.0, 1.3)) for each in FAMILIES), ("llama", (0.6,)), ("llama", (1.0,)), ("llama", (1.3,))],
+    ids=str,
+)
+def test_the_ratio_of_what_the_engine_has_just_sampled_is_one(
+    family: str, temperatures: tuple[float, ...], lab: Lab
 ) -> None:
-    folder = model_folder("llama-tied")
+    """Also with temperatures side by side."""
+    each = [requests(9, temperature=t)[number::3] for number, t in enumerate(temperatures * 3) if number < 3]
+    done = drain(engine(lab.folder(family)), [request for part in each for request in part])
+    agrees(trained_on(lab.folder(family), done))
+
+
+@pytest.mark.trap("engines_disagree")
+def test_with_a_float32_head_engine_and_trainer_in_bfloat16_agree_better(lab: Lab) -> None:
+    folder = lab.folder("llama-tied")
     kl = {}
     for exact in (False, True):
         done = drain(engine(folder, dtype="bfloat16", float32_head=exact), requests(24))
@@ -90,34 +89,30 @@ def test_with_a_float32_head_engine_and_trainer_in_bfloat16_agree_better(
 
 @pytest.mark.trap("engines_disagree")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_canary_sings_where_the_engine_has_the_trainers_weights_and_only_there(
-    family: str, model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
-) -> None:
+def test_the_canary_sings_where_the_engine_has_the_trainers_weights_and_only_there(family: str, lab: Lab) -> None:
     """While all slots are in use, too; what runs draws what it would have drawn."""
-    folder = model_folder(family)
-    asked = requests(20)
+    folder = lab.folder(family)
+    asked = requests(12)
     config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 2})
     canary = PolicyTrainer(config, folder).canary()
     assert list(canary.logprobs) == sorted(canary.logprobs, reverse=True)
     prompt = np.array(canary.prompt)
     sampling = engine(folder)
     heard = list[float]()
-    listen = lambda step: heard.append(canary_distance(canary, sampling.logprobs_after(prompt)))  # noqa: E731
-    done = drain(sampling, asked, listen)
+    done = drain(sampling, asked, lambda _: heard.append(canary_distance(canary, sampling.logprobs_after(prompt))))
     expected = drain(engine(folder), asked)
     assert max(heard) < 1e-4
     assert all(np.array_equal(done[key].tokens, expected[key].tokens) for key in expected)
-    changed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        changed.model.layers[0].mlp.down_proj.weight.mul_(-1)
-    sampling.load(dict(changed.named_parameters(remove_duplicate=False)), 1, share=False)
+    changed = lab.weights(family, seed=None)
+    changed["model.layers.0.mlp.down_proj.weight"] = -changed["model.layers.0.mlp.down_proj.weight"]
+    sampling.load(changed, 1, share=False)
     assert canary_distance(canary, sampling.logprobs_after(prompt)) > 0.1
 
 
 @pytest.fixture(params=["llama", "llama-tied"])
-def loud_padding(request: pytest.FixtureRequest, model_folder: Callable[[str], Path], tmp_path: Path) -> Path:
+def loud_padding(request: pytest.FixtureRequest, lab: Lab, tmp_path: Path) -> Path:
     """A model whose rows of the head beyond the tokenizer have by far the largest logits, one way or the other."""
-    folder = shutil.copytree(model_folder(request.param), tmp_path / "loud")
+    folder = shutil.copytree(lab.folder(request.param), tmp_path / "loud")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model.get_output_embeddings().weight[KNOWN:] *= 100
@@ -128,30 +123,18 @@ def loud_padding(request: pytest.FixtureRequest, model_folder: Callable[[str], P
 
 
 @pytest.mark.trap("padded_vocabulary")
-def test_ids_beyond_the_tokenizer_are_neither_sampled_nor_in_the_trainers_softmax(
-    loud_padding: Path, requests: MakeRequests, drain: Drain
-) -> None:
-    done = drain(engine(loud_padding), requests(12))
-    assert max(int(completion.tokens.max()) for completion in done.values()) < KNOWN
-    metrics = trained_on(loud_padding, done)
-    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
-    assert metrics["policy/logprob_difference_max"] < 5e-5
-
-
-def test_the_top_ids_of_a_vocabulary_with_gaps_are_sampled_and_trained(
-    loud_padding: Path, requests: MakeRequests, drain: Drain
-) -> None:
-    """The tokenizer gets one more token, ten ids above the others: nearly all that the loud head wants is below it."""
-    file = loud_padding / "tokenizer.json"
-    described = json.loads(file.read_text())
-    described["model"]["vocab"]["<top>"] = KNOWN + 10
-    file.write_text(json.dumps(described))
+@pytest.mark.parametrize("gap", [0, 10])
+def test_ids_beyond_the_tokenizer_are_neither_sampled_nor_in_the_trainers_softmax(gap: int, loud_padding: Path) -> None:
+    """With a gap the tokenizer gets one more token, that many ids above the others: those below it are sampled too."""
+    if gap:
+        file = loud_padding / "tokenizer.json"
+        described = json.loads(file.read_text())
+        described["model"]["vocab"]["<top>"] = KNOWN + gap
+        file.write_text(json.dumps(described))
     done = drain(engine(loud_padding), requests(12))
     highest = max(int(completion.tokens.max()) for completion in done.values())
-    assert KNOWN + 1 < highest <= KNOWN + 10, "ids from the count of tokens on are sampled too"
-    metrics = trained_on(loud_padding, done)
-    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
-    assert metrics["policy/logprob_difference_max"] < 5e-5
+    assert highest < KNOWN if not gap else KNOWN + 1 < highest <= KNOWN + gap
+    agrees(trained_on(loud_padding, done))
 
 
 OPINIONATED = {
@@ -170,27 +153,22 @@ OPINIONATED = {
 
 
 @pytest.mark.trap("sampling_of_the_model")
-def test_the_models_generation_config_changes_nothing_but_the_ends(
-    model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain, tmp_path: Path
-) -> None:
-    plain = model_folder("llama")
-    told = shutil.copytree(model_folder("llama"), tmp_path / "told")
+def test_the_models_generation_config_changes_nothing_but_the_ends(lab: Lab, tmp_path: Path) -> None:
+    plain = lab.folder("llama")
+    told = shutil.copytree(plain, tmp_path / "told")
     ends = GenerationConfig.from_pretrained(plain).eos_token_id
     (told / "generation_config.json").write_text(json.dumps({**OPINIONATED, "eos_token_id": ends}))
-    expected = drain(engine(plain, deterministic=True), requests(10, max_new_tokens=24))
-    found = drain(engine(told, deterministic=True), requests(10, max_new_tokens=24))
-    for key, completion in expected.items():
-        assert found[key].tokens.tolist() == completion.tokens.tolist()
-        assert found[key].logprobs.tobytes() == completion.logprobs.tobytes()
+    expected, found = (
+        drain(engine(each, deterministic=True), requests(10, max_new_tokens=24)) for each in (plain, told)
+    )
+    assert all(same(found[key], completion) for key, completion in expected.items())
     assert max(len(completion.tokens) for completion in found.values()) > 3
 
 
 @pytest.mark.trap("sampling_of_the_model")
-def test_a_checkpoint_keeps_the_generation_config_as_it_came(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_keeps_the_generation_config_as_it_came(lab: Lab, tmp_path: Path) -> None:
     """Also one that contradicts itself, as some models' do, and that transformers would not write."""
-    folder = shutil.copytree(model_folder("llama"), tmp_path / "told")
+    folder = shutil.copytree(lab.folder("llama"), tmp_path / "told")
     told = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [3, 4]}
     (folder / "generation_config.json").write_text(json.dumps(told))
     config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 2})
@@ -200,10 +178,8 @@ def test_a_checkpoint_keeps_the_generation_config_as_it_came(
 
 
 @pytest.mark.trap("invented_end")
-def test_an_answer_that_was_cut_off_has_no_end_and_every_answer_says_how_it_ended(
-    model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
-) -> None:
-    done = list(drain(engine(model_folder("llama"), stop=("a",)), requests(60)).values())
+def test_an_answer_that_was_cut_off_has_no_end_and_every_answer_says_how_it_ended(lab: Lab) -> None:
+    done = list(drain(engine(lab.folder("llama"), stop=("a",)), requests(60)).values())
     assert {completion.finish for completion in done} == {"stop", "stop_string", "length"}
     for completion in done:
         ends = np.isin(completion.tokens, ENDS)
@@ -213,14 +189,11 @@ def test_an_answer_that_was_cut_off_has_no_end_and_every_answer_says_how_it_ende
 
 
 @pytest.mark.trap("dropout")
-def test_the_engine_samples_without_dropout(
-    model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(model_folder("llama"), tmp_path / "dropping")
+def test_the_engine_samples_without_dropout(lab: Lab, tmp_path: Path) -> None:
+    folder = shutil.copytree(lab.folder("llama"), tmp_path / "dropping")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "attention_dropout": 0.5}))
-    engines = [engine(each) for each in (folder, model_folder("llama"))]
+    engines = [engine(each) for each in (folder, lab.folder("llama"))]
     assert not any(module.training for each in engines for module in each._flat.model.modules())
     dropping, plain = (drain(each, requests(6)) for each in engines)
-    for key, completion in plain.items():
-        assert dropping[key].logprobs.tobytes() == completion.logprobs.tobytes()
+    assert all(same(dropping[key], completion) for key, completion in plain.items())

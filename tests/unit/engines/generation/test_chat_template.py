@@ -1,19 +1,20 @@
 """Chat templates of the families that run here, and templates that are missing, fail or rewrite what they are given."""
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.sections.task_config import TaskConfig
 from asyncrl.deploy.checks.run_prompts import _rendered
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.generation.tokenization import NO_ARGUMENTS, TokenizerWithStops
 from asyncrl.errors import TaskError
+from tests import golden
 
+Messages = list[dict[str, Any]]
 BOS = 1
 SAYS = {"role": "system", "content": "be kind"}
 ASKS = {"role": "user", "content": "hi there"}
@@ -36,22 +37,60 @@ TEMPLATES = {
     "qwen3": CHATML.replace("m.content", "m.content.split('</think>')[-1] if m.role == 'assistant' else m.content"),
     "smollm2": NO_SYSTEM.replace("You help", "You are SmolLM") + CHATML,
 }
+CALL = {"type": "function", "function": {"name": "get", "arguments": {"city": "Rome"}}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+# Llama 3.1 to 3.3 write results of tools as JSON.
+RESULTS_AS_JSON = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}{{ m.content | tojson }}"
+    "{% elif m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}<|im_end|>"
+    "{% endfor %}"
+)
 
 
-@pytest.fixture
-def tokenizer(model_folder: Callable[[str], Path]) -> PreTrainedTokenizerFast:
-    """One that puts <bos> before every text, as Llama's does: a template that writes its own would get a second."""
-    made = AutoTokenizer.from_pretrained(model_folder("llama"))
-    made.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", BOS)])
-    assert made("x")["input_ids"][0] == BOS
-    return made
+# Traits of templates of reasoning models: thoughts of their own before answers that have none in a field, and roles
+# that they do not know left out.
+DEVELOPER_LEFT_OUT = CHATML.replace("in messages", "in messages if m.role != 'developer'")
+EMPTY_THOUGHTS = CHATML.replace(
+    "{{ m.content }}", "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}"
+)
+OPENS_THOUGHTS = EMPTY_THOUGHTS.replace("{% endif %}", "<think>\n{% endif %}")
+NO_THINKING = EMPTY_THOUGHTS.replace("{% endif %}", "<think>\n\n</think>\n\n{% endif %}")
+SIGNED = CHATML.replace(
+    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }} {% endfor %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _first_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Puts <bos> before every text, as Llama's does: a template that writes its own would get a second."""
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", BOS)])
+    assert tokenizer("x")["input_ids"][0] == BOS
+
+
+def shown(
+    tokenizer: PreTrainedTokenizerFast,
+    template: str | None,
+    messages: Any,
+    tools: Messages | None = None,
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+) -> str:
+    tokenizer.chat_template = template
+    return str(tokenizer.decode(TokenizerWithStops(tokenizer, (), arguments).prompt_ids(messages, tools or ())))
+
+
+def says(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def begun(content: str) -> Messages:
+    return [ASKS, says("assistant", content)]
 
 
 @pytest.mark.trap("chat_template")
 @pytest.mark.parametrize("family", list(TEMPLATES))
 @pytest.mark.parametrize("messages", [[ASKS], [SAYS, ASKS], [SAYS, ASKS, ANSWERS, ASKS]], ids=len)
 def test_the_prompt_is_the_template_with_its_generation_prompt_and_one_first_token(
-    family: str, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast
+    family: str, messages: Messages, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tokenizer.chat_template = TEMPLATES[family]
     found = TokenizerWithStops(tokenizer, ()).prompt_ids(messages).tolist()
@@ -62,60 +101,178 @@ def test_the_prompt_is_the_template_with_its_generation_prompt_and_one_first_tok
     assert tokenizer.decode(found).endswith(ending)
 
 
-def test_text_is_tokenized_as_the_tokenizer_does(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert TokenizerWithStops(tokenizer, ()).prompt_ids("hi").tolist() == tokenizer("hi")["input_ids"]
-
-
-@pytest.mark.trap("rewritten_history")
-def test_a_template_that_drops_the_thoughts_of_an_earlier_answer_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = TEMPLATES["qwen3"]
-    texts = TokenizerWithStops(tokenizer, ())
-    says = r"leaves out or changes a part of message 2 \(assistant\), '<think>they greet me</think>hello'"
-    with pytest.raises(TaskError, match=says):
-        texts.prompt_ids([ASKS, THINKS, ASKS])
-    assert len(texts.prompt_ids([ASKS, ANSWERS, ASKS]))
-    tokenizer.chat_template = TEMPLATES["qwen2"]
-    assert len(texts.prompt_ids([ASKS, THINKS, ASKS])), "one that keeps them is none"
-
-
-@pytest.mark.trap("rewritten_history")
-@pytest.mark.parametrize(
-    ("template", "number"),
-    [
-        (CHATML.replace("m.content", "m.content | lower"), 1),
-        (CHATML.replace("m.content", "m.content[:7]"), 2),
-        (CHATML.replace("for m in messages", "for m in messages[1:]"), 1),
-        ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", 1),
-    ],
-    ids=["small letters", "cut", "without the first", "only the last"],
-)
-def test_a_template_that_changes_or_forgets_a_message_is_refused(
-    template: str, number: int, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tokenizer.chat_template = template
-    messages = [{"role": "system", "content": "Be Kind"}, {"role": "user", "content": "something long"}, ANSWERS]
-    with pytest.raises(TaskError, match=rf"changes a part of message {number} "):
-        TokenizerWithStops(tokenizer, ()).prompt_ids(messages)
-
-
-@pytest.mark.trap("rewritten_history")
-def test_white_space_around_a_message_and_parts_of_other_kinds_are_no_history(
+@pytest.mark.trap("chat_template")
+def test_text_is_tokenized_as_the_tokenizer_does_and_messages_need_a_template(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    tokenizer.chat_template = TEMPLATES["llama"]
-    texts = TokenizerWithStops(tokenizer, ())
-    assert len(texts.prompt_ids([{"role": "user", "content": "  hi \n"}]))
-    assert len(texts.prompt_ids([ASKS, {"role": "assistant", "content": None}, ASKS]))
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
-    parts = [{"type": "text", "text": "first"}, {"type": "audio", "url": "x.wav"}]
-    assert len(texts.prompt_ids([{"role": "user", "content": parts}]))
-    with pytest.raises(TaskError, match="'second'"):
-        texts.prompt_ids([{"role": "user", "content": [*parts, {"type": "text", "text": "second"}]}])
+    tokenizer.chat_template = None
+    assert TokenizerWithStops(tokenizer, ()).prompt_ids("hi").tolist() == tokenizer("hi")["input_ids"]
+    with golden.raises(TaskError, match="no chat template"):
+        shown(tokenizer, None, [ASKS])
+
+
+def of_calls(written: str) -> str:
+    """Returns a template that writes calls of functions `f`."""
+    with_calls = f"{{% if m.tool_calls %}}{{% set f = m.tool_calls[0].function %}}{written}{{% else %}}"
+    return CHATML.replace("{{ m.content }}", with_calls + "{{ m.content }}{% endif %}")
+
+
+def with_thoughts(key: str) -> str:
+    """Returns a template that knows thoughts under this key."""
+    thoughts = f"{{% if m.{key} %}}<think>{{{{ m.{key} }}}}</think>{{% endif %}}"
+    return CHATML.replace("{{ m.content }}", thoughts + "{{ m.content }}")
+
+
+FIRST_PART = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+PARTS: list[Any] = [{"type": "text", "text": "first"}, {"type": "audio", "url": "x.wav"}]
+KEYS = ("reasoning_content", "reasoning", "thinking")
+TWICE = {**ANSWERS, "reasoning_content": "so", "thinking": "so"}
+RESULT = says("tool", "3 C")
+CALLED = "{{ m.tool_calls[0].function.name }}"
+TAKEN: dict[str, tuple[str, Messages, str]] = {
+    "keeps thoughts": (TEMPLATES["qwen2"], [ASKS, THINKS, ASKS], "<think>they greet me</think>hello"),
+    "no thoughts": (TEMPLATES["qwen3"], [ASKS, ANSWERS, ASKS], "hello"),
+    "trims": (TEMPLATES["llama"], [says("user", "  hi \n")], "hi"),
+    "no content": (TEMPLATES["llama"], [ASKS, says("assistant", None), ASKS], "hi there"),
+    "a part of another kind": (FIRST_PART, [says("user", PARTS)], "first"),
+    **{key: (with_thoughts(key), [ASKS, {**ANSWERS, key: "so"}, ASKS], "<think>so</think>hello") for key in KEYS},
+    "thoughts in two fields": (with_thoughts("thinking"), [ASKS, TWICE, ASKS], "\n<think>so</think>hello"),
+    "in the other field": (with_thoughts("reasoning_content"), [ASKS, TWICE, ASKS], "\n<think>so</think>hello"),
+    "calls as JSON": (
+        of_calls("{{ m.content }}{{ f.name }}{{ f.arguments | tojson }}"),
+        [ASKS, CALLS, RESULT],
+        'assistant\nget{"city": "Rome"}<|im_end|>',
+    ),
+    "calls as text": (
+        of_calls("{{ m.content }}{{ f.name + f.arguments }}"),
+        [ASKS, CALLS, RESULT],
+        'assistant\nget{"city": "Rome"}<|im_end|>',
+    ),
+    "adds to no content": (
+        CHATML.replace("{{ m.content }}", "{{ m['content'] + '!' }}" + CALLED),
+        [CALLS, {**ASKS, "tool_calls": [CALL]}],
+        "assistant\n!get",
+    ),
+    "writes no content": (
+        CHATML.replace("{{ m.content }}", "{{ m.content }}" + CALLED),
+        [CALLS, {**ASKS, "tool_calls": [CALL]}],
+        "assistant\nget",
+    ),
+    "several calls": (
+        SIGNED,
+        [ASKS, {**CALLS, "tool_calls": [CALL] * 3}, *(says("tool", each) for each in "abc")],
+        "get get get",
+    ),
+    "no thoughts before": (EMPTY_THOUGHTS, [ASKS, ANSWERS, ASKS], "hello"),
+}
+
+
+@pytest.mark.trap("rewritten_history")
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_a_template_writes_in_a_form_of_its_own_is_taken(case: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    template, messages, text = TAKEN[case]
+    assert text in shown(tokenizer, template, messages)
+
+
+MANY = [says("system", "Be Kind"), says("user", "something long"), ANSWERS]
+THREE_CALLS = [ASKS, {**CALLS, "tool_calls": [CALL] * 3}, *(says("tool", each) for each in "abc")]
+SCHEMA = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
+NO_DEVELOPER = "I help." + DEVELOPER_LEFT_OUT
+REFUSED: dict[str, tuple[str, Messages, str]] = {
+    "drops thoughts": (TEMPLATES["qwen3"], [ASKS, THINKS, ASKS], "2 .assistant., '<think>they greet me</think>hello'"),
+    "small letters": (CHATML.replace("m.content", "m.content | lower"), MANY, "part of message 1 "),
+    "cut": (CHATML.replace("m.content", "m.content[:7]"), MANY, "part of message 2 "),
+    "without the first": (CHATML.replace("for m in messages", "for m in messages[1:]"), MANY, "part of message 1 "),
+    "only the last": ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", MANY, "part of message 1 "),
+    "second part": (FIRST_PART, [says("user", [*PARTS, {"type": "text", "text": "second"}])], "'second'"),
+    "cuts the answer": (
+        CHATML.replace("m.content", "(m.content if m.role == 'user' else 'The')"),
+        begun("The sum is"),
+        "part of message 2 .assistant.",
+    ),
+    **{
+        f"result {changed}": (
+            RESULTS_AS_JSON.replace("m.content | tojson", changed),
+            [ASKS, CALLS, says("tool", '3 "C"\nand windy')],
+            "part of message 3 .tool.",
+        )
+        for changed in (
+            "m.content[:8] | tojson",
+            "m.content | upper | tojson",
+            "m.content | replace('windy', '') | tojson",
+            "m.content.split('\n')[0] | tojson",
+            "m.content | length",
+            "m.content | reverse | list | tojson",
+        )
+    },
+    **{
+        f"no {key}": (CHATML, [ASKS, {**ANSWERS, key: "they greet me"}, ASKS], f"2 .assistant., its {key}")
+        for key in KEYS
+    },
+    **{
+        f"begun {text!r}": (TEMPLATES["llama"], begun(text), "answer that is begun")
+        for text in (" It is", "\tIt is \n")
+    },
+    "ends with a call": (RESULTS_AS_JSON, [ASKS, CALLS], "the last message calls tools"),
+    **{
+        f"developer {number}": (NO_DEVELOPER, messages, said)
+        for number, (messages, said) in enumerate(
+            [
+                ([says("developer", "be brief"), says("user", "Please be brief.")], "1 .developer"),
+                ([says("developer", "I"), ASKS], "1 .developer"),
+                ([ASKS, {**ANSWERS, "reasoning_content": "hell"}, ASKS], "2 .assistant., its reasoning_content"),
+                ([ASKS, {**ANSWERS, "thinking": "hi there"}, ASKS], "2 .assistant., its thinking"),
+                ([says("developer", "hi there"), ASKS], "1 .developer"),
+                ([says("developer", [{"type": "text", "text": "hi"}]), ASKS], "1 .developer"),
+            ]
+        )
+    },
+    **{
+        f"calls{kept}": (
+            SIGNED.replace("m.tool_calls or []", f"(m.tool_calls or []){kept}"),
+            THREE_CALLS,
+            "tool_calls, get",
+        )
+        for kept in ("[:1]", "[1:]", "[::2]")
+    },
+    **{
+        f"begun {number}": (template, begun(text), "puts empty thoughts")
+        for number, (template, text) in enumerate(
+            [
+                (EMPTY_THOUGHTS, "It is "),
+                (OPENS_THOUGHTS, "It is"),
+                (OPENS_THOUGHTS, "a"),
+                (NO_THINKING, "<think>\nLet me"),
+            ]
+        )
+    },
+    **{
+        f"empty thoughts before {answer!r}": (EMPTY_THOUGHTS, [*begun(answer), ASKS], "part of message 2 .assistant.")
+        for answer in ("<think>R</think>A", "<think>\nR\n</think>\n\nA", "R</think>A", "<think>R")
+    },
+}
+
+
+@pytest.mark.trap("rewritten_history")
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_template_that_changes_or_leaves_out_a_part_is_refused(case: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Also where its text stands elsewhere."""
+    template, messages, fact = REFUSED[case]
+    with golden.raises(TaskError, match=fact):
+        shown(tokenizer, template, messages)
+
+
+def test_tools_that_the_template_leaves_out_are_missed(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Beside the schema of the function that is called, and beside a message with the name of a tool."""
+    with golden.raises(TaskError, match="tool_calls, get"):
+        shown(tokenizer, "{{ tools | tojson }}" + CHATML, [ASKS, CALLS, ASKS], [SCHEMA])
+    with golden.raises(TaskError, match="tools, hi"):
+        shown(tokenizer, CHATML, [ASKS], [{"name": "hi", "parameters": {}}])
 
 
 @pytest.mark.trap("chat_template")
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "said"),
     [
         ("{{ raise_exception('no system here') }}", "fails on this prompt: TemplateError: no system here"),
         ("{% for m in messages %}{{ m.content", "TemplateSyntaxError"),
@@ -124,36 +281,48 @@ def test_white_space_around_a_message_and_parts_of_other_kinds_are_no_history(
     ],
 )
 def test_a_template_that_fails_is_the_prompts_error(
-    template: str, says: str, tokenizer: PreTrainedTokenizerFast
+    template: str, said: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    tokenizer.chat_template = template
-    with pytest.raises(TaskError, match=f"the model's chat template .*{says}"):
-        TokenizerWithStops(tokenizer, ()).prompt_ids([SAYS, ASKS])
+    with pytest.raises(TaskError, match=f"the model's chat template .*{said}"):
+        shown(tokenizer, template, [SAYS, ASKS])
 
 
 @pytest.mark.parametrize("family", list(TEMPLATES))
 def test_a_last_message_of_the_assistant_is_an_answer_that_goes_on(
     family: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    tokenizer.chat_template = TEMPLATES[family]
-    texts = TokenizerWithStops(tokenizer, ())
-    begun = {"role": "assistant", "content": "The sum is"}
-    asked, found = (tokenizer.decode(texts.prompt_ids(messages)) for messages in ([ASKS], [ASKS, begun]))
+    asked, found = (shown(tokenizer, TEMPLATES[family], messages) for messages in ([ASKS], begun("The sum is")))
     assert found == f"{asked}The sum is"
 
 
-def test_an_answer_to_go_on_with_that_the_template_cuts_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = CHATML.replace("m.content", "(m.content if m.role == 'user' else 'The')")
-    with pytest.raises(TaskError, match=r"leaves out or changes a part of message 2 \(assistant\)"):
-        TokenizerWithStops(tokenizer, ()).prompt_ids([ASKS, {"role": "assistant", "content": "The sum is"}])
+LLAMA_ANSWER = "assistant<|end_header_id|>\n\n"
+ASKED = "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "head", "answer"),
+    [
+        *((TEMPLATES["llama"], LLAMA_ANSWER, answer) for answer in ("It is ", "It is\n", "It is")),
+        *(
+            (template, ASKED, answer)
+            for template in (EMPTY_THOUGHTS, OPENS_THOUGHTS)
+            for answer in ("<think>\nLet me", "<think>", "<think>\nso\n</think>\n\nIt is ")
+        ),
+        (NO_THINKING, f"{ASKED}<think>\n\n</think>\n\n", "It is "),
+        (CHATML, ASKED, "It is "),
+    ],
+)
+def test_an_answer_that_goes_on_keeps_its_white_space_and_has_what_the_template_writes_before_any(
+    template: str, head: str, answer: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Thoughts that are begun have no empty ones before them."""
+    assert shown(tokenizer, template, begun(answer)).endswith(head + answer)
 
 
 def test_tools_and_further_arguments_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    shown = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{{ 'thinks' if enable_thinking else 'answers' }} "
-    tokenizer.chat_template = shown + CHATML
+    head = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{{ 'thinks' if enable_thinking else 'answers' }} "
     for arguments, word in (({}, "answers"), ({"enable_thinking": True}, "thinks")):
-        ids = TokenizerWithStops(tokenizer, (), arguments).prompt_ids([ASKS], [{"name": "add"}])
-        assert tokenizer.decode(ids).startswith(f"add {word} ")
+        assert shown(tokenizer, head + CHATML, [ASKS], [{"name": "add"}], arguments).startswith(f"add {word} ")
 
 
 @pytest.mark.parametrize(
@@ -176,230 +345,31 @@ def test_tools_and_further_arguments_reach_the_template(tokenizer: PreTrainedTok
 def test_templates_that_read_the_clock_are_given_the_date_of_the_run(
     tokenizer: PreTrainedTokenizerFast, written: str, date: str, wanted: str
 ) -> None:
-    tokenizer.chat_template = written + CHATML
     task = TaskConfig(prompts="p", date=date)
-    ids = TokenizerWithStops(tokenizer, (), task.template_arguments).prompt_ids([ASKS])
-    assert tokenizer.decode(ids).startswith(wanted)
+    assert shown(tokenizer, written + CHATML, [ASKS], arguments=task.template_arguments).startswith(wanted)
     assert len(_rendered([ASKS], tokenizer.chat_template, task.template_arguments).split(wanted)) == 2
 
 
 @pytest.mark.parametrize("date", ["2026-13-01", "yesterday", "28.11.2026"])
 def test_what_is_no_date_is_refused(date: str) -> None:
-    with pytest.raises(ValidationError, match=f"{date} is no date: write one such as"):
+    with golden.raises(ValidationError, match=f"{date} is no date"):
         TaskConfig(prompts="p", date=date)
-
-
-CALL = {"type": "function", "function": {"name": "get", "arguments": {"city": "Rome"}}}
-CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-# Llama 3.1 to 3.3 write results of tools as JSON.
-RESULTS_AS_JSON = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}{{ m.content | tojson }}"
-    "{% elif m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}<|im_end|>"
-    "{% endfor %}"
-)
-
-
-def shown(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> str:
-    return str(tokenizer.decode(TokenizerWithStops(tokenizer, ()).prompt_ids(messages)))
 
 
 @pytest.mark.parametrize(
     "encoded", ["m.content | tojson", "m.content | e", "m.content | urlencode", "m.content | replace('\n', '\n> ')"]
 )
-@pytest.mark.parametrize(
-    "result", ['{"t": 3}', "3 C\nwindy", 'a "quote" \\ and a tab\t.', "é <b>", "[1, 2]", "C:\\temp\nnew", "{'t': 3}"]
-)
 def test_a_template_may_write_results_of_tools_in_another_form(
-    result: str, encoded: str, tokenizer: PreTrainedTokenizerFast
+    encoded: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    tokenizer.chat_template = RESULTS_AS_JSON.replace("m.content | tojson", encoded)
-    assert "get" in shown(tokenizer, [ASKS, CALLS, {"role": "tool", "content": result}])
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        "m.content[:8] | tojson",
-        "m.content | upper | tojson",
-        "m.content | replace('windy', '') | tojson",
-        "m.content.split('\n')[0] | tojson",
-        "m.content | length",
-        "m.content | reverse | list | tojson",
-    ],
-)
-def test_a_template_that_leaves_out_a_part_of_such_a_result_is_refused(
-    changed: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tokenizer.chat_template = RESULTS_AS_JSON.replace("m.content | tojson", changed)
-    with pytest.raises(TaskError, match=r"leaves out or changes a part of message 3 \(tool\)") as refused:
-        shown(tokenizer, [ASKS, CALLS, {"role": "tool", "content": '3 "C"\nand windy'}])
-    assert "<think>" not in str(refused.value)
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_under_a_key_that_the_template_does_not_know_are_refused(
-    key: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    messages = [ASKS, {**ANSWERS, key: "they greet me"}, ASKS]
-    tokenizer.chat_template = CHATML
-    with pytest.raises(
-        TaskError, match=rf"changes a part of message 2 \(assistant\), its {key}, 'they greet me'.*remove {key} from"
+    template = RESULTS_AS_JSON.replace("m.content | tojson", encoded)
+    for result in (
+        '{"t": 3}',
+        "3 C\nwindy",
+        'a "quote" \\ and a tab\t.',
+        "é <b>",
+        "[1, 2]",
+        "C:\\temp\nnew",
+        "{'t': 3}",
     ):
-        shown(tokenizer, messages)
-    thoughts = f"{{% if m.{key} %}}<think>{{{{ m.{key} }}}}</think>{{% endif %}}"
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", thoughts + "{{ m.content }}")
-    assert "<think>they greet me</think>hello" in shown(tokenizer, messages)
-
-
-@pytest.mark.parametrize("begun", ["It is ", "It is\n", " It is", "\tIt is \n", "It is"])
-def test_white_space_of_an_answer_that_goes_on_is_kept_or_refused(
-    begun: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tokenizer.chat_template = TEMPLATES["llama"]
-    messages = [ASKS, {"role": "assistant", "content": begun}]
-    if begun[0].isspace():
-        with pytest.raises(TaskError, match="changes the answer that is begun in the last message"):
-            shown(tokenizer, messages)
-    else:
-        assert shown(tokenizer, messages).endswith(f"assistant<|end_header_id|>\n\n{begun}")
-
-
-@pytest.mark.parametrize(
-    ("written", "call"),
-    [
-        ("{{ m.content }}{{ f.name }}{{ f.arguments | tojson }}", 'get{"city": "Rome"}'),
-        ("{{ m.content }}{{ f.name + f.arguments }}", 'get{"city": "Rome"}'),
-    ],
-)
-def test_calls_are_written_as_the_template_takes_them(
-    written: str, call: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with_calls = f"{{% if m.tool_calls %}}{{% set f = m.tool_calls[0].function %}}{written}{{% else %}}"
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", with_calls + "{{ m.content }}{% endif %}")
-    assert f"assistant\n{call}<|im_end|>" in shown(tokenizer, [ASKS, CALLS, {"role": "tool", "content": "3 C"}])
-
-
-@pytest.mark.parametrize("content", ["{{ m['content'] + '!' }}", "{{ m.content }}"])
-def test_a_call_without_content_is_written_without_any(content: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", content + "{{ m.tool_calls[0].function.name }}")
-    found = shown(tokenizer, [CALLS, {**ASKS, "tool_calls": [CALL]}])
-    assert f"assistant\n{'!' * (content != '{{ m.content }}')}get" in found
-
-
-def test_a_call_that_the_template_leaves_out_is_missed_beside_the_schema_of_its_function(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    schema = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
-    tokenizer.chat_template = "{{ tools | tojson }}" + CHATML
-    with pytest.raises(TaskError, match="leaves out tool_calls, get among them"):
-        TokenizerWithStops(tokenizer, ()).prompt_ids([ASKS, CALLS, ASKS], [schema])
-
-
-def test_a_prompt_that_ends_with_a_call_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = RESULTS_AS_JSON
-    with pytest.raises(TaskError, match=r"the last message calls tools, .*: write their results behind it"):
-        shown(tokenizer, [ASKS, CALLS])
-
-
-# Traits of templates of reasoning models: thoughts of their own before answers that have none in a field, and roles
-# that they do not know left out.
-DEVELOPER_LEFT_OUT = CHATML.replace("in messages", "in messages if m.role != 'developer'")
-EMPTY_THOUGHTS = CHATML.replace(
-    "{{ m.content }}", "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}"
-)
-OPENS_THOUGHTS = EMPTY_THOUGHTS.replace("{% endif %}", "<think>\n{% endif %}")
-NO_THINKING = EMPTY_THOUGHTS.replace("{% endif %}", "<think>\n\n</think>\n\n{% endif %}")
-SIGNED = CHATML.replace(
-    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }} {% endfor %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        (
-            [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "Please be brief."}],
-            "1 .developer",
-        ),
-        ([{"role": "developer", "content": "I"}, ASKS], "1 .developer"),
-        ([ASKS, {**ANSWERS, "reasoning_content": "hell"}, ASKS], "2 .assistant., its reasoning_content"),
-        ([ASKS, {**ANSWERS, "thinking": "hi there"}, ASKS], "2 .assistant., its thinking"),
-        ([{"role": "developer", "content": "hi there"}, ASKS], "1 .developer"),
-        ([{"role": "developer", "content": [{"type": "text", "text": "hi"}]}, ASKS], "1 .developer"),
-    ],
-)
-def test_a_part_that_is_left_out_is_missed_beside_another_with_its_text(
-    messages: list[dict[str, Any]], says: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tokenizer.chat_template = "I help." + DEVELOPER_LEFT_OUT
-    with pytest.raises(TaskError, match=f"leaves out or changes a part of message {says}"):
-        shown(tokenizer, messages)
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
-def test_the_same_thoughts_in_two_fields_are_shown_by_one(key: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", f"{{{{ m.{key} }}}}{{{{ m.content }}}}")
-    messages = [ASKS, {**ANSWERS, "reasoning_content": "so", "thinking": "so"}, ASKS]
-    assert "assistant\nsohello<|im_end|>" in shown(tokenizer, messages)
-
-
-@pytest.mark.parametrize("kept", ["[:1]", "[1:]", "[::2]"])
-def test_a_call_that_the_template_leaves_out_is_missed_beside_another_of_its_function(
-    kept: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    results = [{"role": "tool", "content": each} for each in "abc"]
-    messages = [ASKS, {**CALLS, "tool_calls": [CALL] * 3}, *results]
-    tokenizer.chat_template = SIGNED
-    assert "get get get" in shown(tokenizer, messages)
-    tokenizer.chat_template = SIGNED.replace("m.tool_calls or []", f"(m.tool_calls or []){kept}")
-    with pytest.raises(TaskError, match="leaves out tool_calls, get among them"):
-        shown(tokenizer, messages)
-
-
-def test_tools_that_the_template_leaves_out_are_missed_beside_a_message_with_their_name(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    tokenizer.chat_template = CHATML
-    with pytest.raises(TaskError, match="leaves out tools, hi among them"):
-        TokenizerWithStops(tokenizer, ()).prompt_ids([ASKS], [{"name": "hi", "parameters": {}}])
-
-
-@pytest.mark.parametrize("begun", ["<think>\nLet me", "<think>", "<think>\nso\n</think>\n\nIt is "])
-@pytest.mark.parametrize("template", [EMPTY_THOUGHTS, OPENS_THOUGHTS])
-def test_thoughts_that_are_begun_have_no_empty_ones_before_them(
-    template: str, begun: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tokenizer.chat_template = template
-    found = shown(tokenizer, [ASKS, {"role": "assistant", "content": begun}])
-    assert found == f"<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n{begun}"
-
-
-@pytest.mark.parametrize(
-    ("template", "begun"),
-    [(EMPTY_THOUGHTS, "It is "), (OPENS_THOUGHTS, "It is"), (OPENS_THOUGHTS, "a"), (NO_THINKING, "<think>\nLet me")],
-)
-def test_empty_thoughts_before_an_answer_that_is_begun_are_refused(
-    template: str, begun: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tokenizer.chat_template = template
-    with pytest.raises(TaskError, match="puts empty thoughts, which the row does not have, before the answer"):
-        shown(tokenizer, [ASKS, {"role": "assistant", "content": begun}])
-
-
-@pytest.mark.parametrize(("template", "head"), [(NO_THINKING, "<think>\n\n</think>\n\n"), (CHATML, "")])
-def test_an_answer_goes_on_behind_what_the_template_writes_before_any(
-    template: str, head: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tokenizer.chat_template = template
-    found = shown(tokenizer, [ASKS, {"role": "assistant", "content": "It is "}])
-    assert found.endswith(f"<|im_start|>assistant\n{head}It is ")
-
-
-@pytest.mark.parametrize("answer", ["<think>R</think>A", "<think>\nR\n</think>\n\nA", "R</think>A", "<think>R"])
-def test_empty_thoughts_before_those_of_an_earlier_answer_are_refused(
-    answer: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tokenizer.chat_template = EMPTY_THOUGHTS
-    with pytest.raises(TaskError, match=r"leaves out or changes a part of message 2 \(assistant\)"):
-        shown(tokenizer, [ASKS, {"role": "assistant", "content": answer}, ASKS])
-    assert shown(tokenizer, [ASKS, ANSWERS, ASKS])
+        assert "get" in shown(tokenizer, template, [ASKS, CALLS, says("tool", result)]), result

@@ -64,7 +64,7 @@ def test_attention_names_what_it_does_not_do() -> None:
 
 # The forward that is written out gives what the modules give; a model with anything else in it is left to them.
 ModelFolder = Callable[[str], Path]
-WRITTEN_OUT = ["llama", "llama-tied", "llama-biased", "llama-scaled", "mistral", "qwen2", "qwen3", "smollm2"]
+WRITTEN_OUT = ["llama-tied", "llama-biased", "llama-scaled", "mistral", "qwen3"]
 PROMPTS = (7, 1, 30)
 PROBED = np.arange(PROBE_TOKENS)
 
@@ -89,7 +89,7 @@ def test_logprobs_equal_those_of_the_modules(model_folder: ModelFolder, family: 
     torch.testing.assert_close(found, steps(flat), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_bfloat16_is_as_near_to_float32_as_the_modules_are(model_folder: ModelFolder, family: str) -> None:
     exact = steps(FlatModel(load_model(model_folder(family), torch.float32, "cpu"), 4, 64, 261))[:, :261]
     flat = FlatModel(load_model(model_folder(family), torch.bfloat16, "cpu"), 4, 64, 261)

@@ -3,24 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from asyncrl.engines.generation.block_pool import KV_BLOCK, BlockTables, blocks_for
 from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.running_batch import ParkedSequence, ParkedSequences
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from tests.unit.engines.generation.conftest import EPISODES
-from tests.unit.engines.generation.test_torch_engine import new_weights
-
-Drain = Callable[..., dict[Any, Completion]]
-MakeEngine = Callable[..., TorchEngine]
-MakeRequests = Callable[..., list[SampleRequest]]
-Plain = Callable[..., np.ndarray]
+from tests.unit.engines.generation.lab import Lab, at, drain, going_on, requests
 
 
 class RandomEpisodes:
@@ -58,31 +50,18 @@ class RandomEpisodes:
         given = random.integers(5, 261, random.integers(0, 9)).astype(np.int32)
         delay = int(random.integers(1, 9))
         if self._turn[number] < 4:
-            prompt = np.concatenate([done.request.prompt, done.tokens, given])
-            drawn = done.request.drawn + len(done.tokens)
-            tokens = self._tokens(number)
-            turn = replace(done.request, prompt=prompt, drawn=drawn, max_new_tokens=tokens)
-            self._asked.setdefault(step + delay, []).append(turn)
+            self._asked.setdefault(step + delay, []).append(going_on(done, self._tokens(number), given.tolist()))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "llama-gelu"])
-@pytest.mark.parametrize("seed", range(4))
-def test_turns_are_those_of_a_full_forward_whatever_was_parked(
-    make_engine: MakeEngine,
-    requests: MakeRequests,
-    plain_logprobs: Plain,
-    small_blocks: None,
-    family: str,
-    seed: int,
-) -> None:
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("qwen3", 2), ("llama-gelu", 3)])
+def test_turns_are_those_of_a_full_forward_whatever_was_parked(lab: Lab, family: str, seed: int) -> None:
     """Many episodes through few slots, in forwards of few tokens, some sequences evicted. llama-gelu runs in the
     model's own modules."""
-    again, parked = (
-        RandomEpisodes(requests(11, seed=seed, temperature=(0.7, 1.0)[seed % 2]), seed, parks=parks)
-        for parks in (False, True)
-    )
-    again.play(make_engine(family, **EPISODES))
-    engine = make_engine(family, prefill_tokens=(0, 20)[seed % 2], **EPISODES)
+    wanted = requests(11, seed=seed, temperature=(0.7, 1.0)[seed % 2])
+    again, parked = (RandomEpisodes(wanted, seed, parks=parks) for parks in (False, True))
+    again.play(lab.engine(family, **EPISODES))
+    engine = lab.engine(family, prefill_tokens=(0, 20)[seed % 2], **EPISODES)
 
     def evict(step: int) -> None:
         while step % 13 == 12 and engine.parked.blocks > 8:
@@ -91,27 +70,20 @@ def test_turns_are_those_of_a_full_forward_whatever_was_parked(
     parked.play(engine, evict)
     assert engine.parked.hits > 5
     assert seed or engine.parked.misses > 0
-    assert parked.done.keys() == again.done.keys()
-    for key, done in parked.done.items():
-        assert done.tokens.tolist() == again.done[key].tokens.tolist()
-        np.testing.assert_allclose(done.logprobs, plain_logprobs(done, family), atol=1e-5, rtol=0)
+    assert {key: done.tokens.tolist() for key, done in parked.done.items()} == {
+        key: done.tokens.tolist() for key, done in again.done.items()
+    }
+    lab.check(parked.done, family)
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_new_weights_while_an_environment_is_asked_are_those_between_two_steps(
-    make_engine: MakeEngine,
-    requests: MakeRequests,
-    drain: Drain,
-    plain_logprobs: Plain,
-    model_folder: Callable[[str], Path],
-    kv: str,
-) -> None:
+def test_new_weights_while_an_environment_is_asked_are_those_between_two_steps(lab: Lab, kv: str) -> None:
     """A sample that was interrupted and parked at the flip is the same as one that ran through it."""
-    weights = new_weights(model_folder("llama"), 1)
+    weights = lab.weights()
     wanted = requests(4, seed=4, max_new_tokens=20)
-    running = make_engine(kv=kv, **EPISODES)
-    engine = make_engine(kv=kv, **EPISODES)
-    whole = drain(running, wanted, lambda step: running.load(weights, 1, share=False) if step == 6 else None)
+    running = lab.engine(kv=kv, **EPISODES)
+    engine = lab.engine(kv=kv, **EPISODES)
+    whole = drain(running, wanted, at(6, lambda: running.load(weights, 1, share=False)))
     cut = drain(engine, [replace(request, max_new_tokens=6, may_go_on=True) for request in wanted])
     engine.load(weights, 1, share=False)
     rest = drain(engine, [going_on(done, 14) for done in cut.values() if done.finish == "length"])
@@ -120,43 +92,32 @@ def test_new_weights_while_an_environment_is_asked_are_those_between_two_steps(
     for key, done in rest.items():
         assert [*cut[key].tokens, *done.tokens] == whole[key].tokens.tolist()
         np.testing.assert_allclose(done.logprobs, whole[key].logprobs[6:], atol=1e-5, rtol=0)
-        full = plain_logprobs(done, "llama", weights)
+        full = lab.plain(done, weights=weights)
         assert (np.abs(full - done.logprobs).max() < 1e-5) == (kv == "recompute"), "the keys are the old ones or not"
 
 
-def going_on(done: Completion, tokens: int, given: tuple[int, ...] = ()) -> SampleRequest:
-    prompt = np.concatenate([done.request.prompt, done.tokens, np.array(given, np.int32)])
-    drawn = done.request.drawn + len(done.tokens)
-    return replace(done.request, prompt=prompt, drawn=drawn, max_new_tokens=tokens)
-
-
 @pytest.mark.parametrize("prompt", [1, 9, KV_BLOCK + 1])
-def test_a_conversation_that_begins_again_computes_its_newest_token(
-    make_engine: MakeEngine, drain: Drain, plain_logprobs: Plain, prompt: int
-) -> None:
+def test_a_conversation_that_begins_again_computes_its_newest_token(lab: Lab, prompt: int) -> None:
     """After an answer of one token, what is parked is the whole prompt."""
-    engine = make_engine(**EPISODES)
+    engine = lab.engine(**EPISODES)
     first = SampleRequest((0, 0, 0), np.arange(5, 5 + prompt, dtype=np.int32), 1, 1.0, 1, may_go_on=True)
     drain(engine, [first])
     beside = SampleRequest((1, 0, 0), np.arange(20, 29, dtype=np.int32), 2, 1.0, 9)
-    done = drain(engine, [beside, replace(first, drawn=1, max_new_tokens=5)])
+    lab.check(drain(engine, [beside, replace(first, drawn=1, max_new_tokens=5)]))
     assert engine.parked.hits == (prompt > 1)
-    for each in done.values():
-        np.testing.assert_allclose(each.logprobs, plain_logprobs(each, "llama"), atol=1e-5, rtol=0)
 
 
-def test_deterministic_mode_prefills_again(make_engine: MakeEngine, requests: MakeRequests, drain: Drain) -> None:
-    engine = make_engine(deterministic=True, **EPISODES)
-    first = drain(engine, [replace(request, may_go_on=True) for request in requests(4)])
+def test_deterministic_mode_prefills_again(lab: Lab) -> None:
+    engine = lab.engine(deterministic=True, **EPISODES)
+    first = drain(engine, requests(4, may_go_on=True))
     assert not engine.parked
     drain(engine, [going_on(done, 4) for done in first.values()])
     assert (engine.parked.hits, engine.parked.misses) == (0, 4)
 
 
-def test_running_and_parked_sequences_together_have_the_blocks_of_a_full_cache(
-    make_engine: MakeEngine, requests: MakeRequests, small_blocks: None
-) -> None:
-    engine = make_engine(slots=2, **EPISODES)
+@pytest.mark.usefixtures("small_blocks")
+def test_running_and_parked_sequences_together_have_the_blocks_of_a_full_cache(lab: Lab) -> None:
+    engine = lab.engine(slots=2, **EPISODES)
     most = 2 * blocks_for(130)
     seen = []
 
@@ -173,9 +134,9 @@ def test_running_and_parked_sequences_together_have_the_blocks_of_a_full_cache(
     assert engine.preemptions == 0, "each slot has room for the longest row"
 
 
-def test_what_ends_is_parked_no_longer(make_engine: MakeEngine, requests: MakeRequests, drain: Drain) -> None:
-    engine = make_engine(**EPISODES)
-    wanted = [replace(request, may_go_on=True) for request in requests(5)]
+def test_what_ends_is_parked_no_longer(lab: Lab) -> None:
+    engine = lab.engine(kv="recompute", **EPISODES)
+    wanted = requests(5, may_go_on=True)
     drain(engine, wanted)
     assert len(engine.parked) == 5
     engine.end([wanted[0].key], "abort")
@@ -187,12 +148,8 @@ def test_what_ends_is_parked_no_longer(make_engine: MakeEngine, requests: MakeRe
     engine.step()
     engine.end([aborted.key], "abort")
     assert len(engine.parked) == 1, "an aborted turn is not parked"
-    engine.load(new_weights_of(engine), 1, share=False)
-    assert not engine.parked or engine._config.generation.kv == "keep"
-
-
-def new_weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine._flat.model.named_parameters()}
+    engine.load(lab.weights(seed=None), 1, share=False)
+    assert not engine.parked
 
 
 def park(parked: ParkedSequences, tables: BlockTables, number: int, length: int, attempt: int = 0) -> None:

@@ -10,6 +10,7 @@ import torch
 from asyncrl.engines.generation.torch_engine import BLOCK, WHOLE, Truncation, sample
 from asyncrl.errors import WeightsError
 from asyncrl.protocols.seeds import draws, member_seed
+from tests.unit.engines.generation.lab import KNOWN, Lab, drain, requests
 
 ROWS = 20_000
 
@@ -65,14 +66,6 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     tokens, logprobs = sample(logits, torch.full((4,), 0.7), torch.full((4,), 0.4, dtype=torch.float64))
     expected = (logits.float() / 0.7).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected, atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
-    logits = torch.zeros(2, 5)
-    logits[1, 3] = bad
-    with pytest.raises(WeightsError, match="not finite"):
-        sample(logits, torch.ones(2), torch.full((2,), 0.5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("vocabulary", [1, BLOCK, 3 * BLOCK, 5 * BLOCK + 17])
@@ -169,9 +162,22 @@ def test_without_bounds_the_bits_are_those_of_before() -> None:
         assert all(torch.equal(one, other) for one, other in zip(plain, same, strict=True))
 
 
-def test_damaged_logits_are_refused_under_bounds_too() -> None:
-    logits = torch.zeros(1, 9)
-    logits[0, 4] = torch.nan
-    for bounds in BOUNDS:
-        with pytest.raises(WeightsError, match="logits are not finite"):
-            sample(logits, torch.ones(1), torch.full((1,), 0.5, dtype=torch.float64), bounds)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_an_error_under_bounds_too(bad: float) -> None:
+    logits = torch.zeros(2, 9)
+    logits[1, 4] = bad
+    for bounds in (WHOLE, *BOUNDS) if bad != torch.inf else (WHOLE,):
+        with pytest.raises(WeightsError, match="not finite"):
+            sample(logits, torch.ones(2), torch.full((2,), 0.5, dtype=torch.float64), bounds)
+
+
+@pytest.mark.trap("restricted_sampling")
+def test_an_engine_records_log_probs_of_the_tokens_that_may_be_sampled(lab: Lab) -> None:
+    cut = {"top_p": 0.8, "top_k": 30, "min_p": 0.02}
+    for done in drain(lab.engine(slots=6, **cut), requests(5, temperature=0.7, max_new_tokens=5)).values():
+        ids = torch.from_numpy(np.concatenate([done.request.prompt, done.tokens]).astype(np.int64))
+        with torch.no_grad():
+            logits = lab.model()(ids[None]).logits[0, len(done.request.prompt) - 1 : -1, :KNOWN].tolist()
+        expected = [plainly_truncated(each, 0.7, Truncation(**cut)) for each in logits]
+        found = [each[token] for each, token in zip(expected, done.tokens.tolist(), strict=True)]
+        np.testing.assert_allclose(done.logprobs, found, atol=1e-5, rtol=0)

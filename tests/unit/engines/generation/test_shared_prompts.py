@@ -13,10 +13,14 @@ from transformers import AutoModelForCausalLM
 from asyncrl.engines.generation.block_pool import KV_BLOCK
 from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from tests.unit.engines.generation.test_torch_engine import new_weights
+from tests.unit.engines.generation.lab import Lab
 
 MakeEngine = Callable[..., TorchEngine]
 Drain = Callable[..., dict[Any, Completion]]
+
+
+def new_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    return Lab(lambda family: folder).weights(seed=seed)
 
 
 def group_of(members: int, length: int, tokens: int) -> list[SampleRequest]:

@@ -1,27 +1,18 @@
 """Prompts, end-of-sequence ids, stop strings and finish reasons."""
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.errors import TaskError
+from tests.unit.engines.generation.lab import Lab, drain, requests
 
 EOS = 2
 IM_END = 3
-
-
-@pytest.fixture
-def tokenizer(model_folder: Callable[[str], Path]) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(model_folder("llama"))
 
 
 def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
@@ -59,31 +50,25 @@ def test_a_prompt_opens_thoughts_where_its_template_or_its_begun_answer_does(
     assert not texts.opens_thoughts(ids(tokenizer, "hi<think>let me"), begun[:1])
 
 
-def test_nothing_stops_without_stop_strings(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert not TokenizerWithStops(tokenizer, ()).stops(ids(tokenizer, "anything"))
-
-
-def test_a_stop_string_is_seen_the_moment_it_is_complete(tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = TokenizerWithStops(tokenizer, ("\n\n", "END"))
-    tokens = ids(tokenizer, "a" * 200 + "END")
-    assert [texts.stops(tokens[:count]) for count in (201, 202, 203)] == [False, False, True]
-    assert texts.before_stop(tokens) == "a" * 200
-    assert texts.before_stop(ids(tokenizer, "x\n\nyEND")) == "x"
-
-
-def test_stop_strings_may_be_of_many_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = TokenizerWithStops(tokenizer, ("終わり🙂",))
-    tokens = ids(tokenizer, "はい、終わり🙂")
-    assert not texts.stops(tokens[:-1])
-    assert texts.stops(tokens)
-    assert texts.before_stop(tokens) == "はい、"
-
-
-def test_stop_strings_may_be_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = TokenizerWithStops(tokenizer, ("!<|im_end|>",))
-    tokens = np.array([*ids(tokenizer, "yes!"), IM_END], np.int32)
-    assert texts.stops(tokens)
-    assert texts.before_stop(tokens) == "yes"
+@pytest.mark.parametrize(
+    ("stop", "text", "before"),
+    [
+        (("\n\n", "END"), "a" * 200 + "END", "a" * 200),
+        (("終わり🙂",), "はい、終わり🙂", "はい、"),
+        (("!<|im_end|>",), "yes!<|im_end|>", "yes"),
+        ((), "anything", None),
+    ],
+)
+def test_a_stop_string_is_seen_the_moment_it_is_complete(
+    tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...], text: str, before: str | None
+) -> None:
+    """Also one of characters of many bytes, and of special tokens."""
+    texts = TokenizerWithStops(tokenizer, stop)
+    tokens = ids(tokenizer, text)
+    assert not any(texts.stops(tokens[:count]) for count in range(1, len(tokens)))
+    assert texts.stops(tokens) == bool(stop)
+    assert texts.before_stop(tokens) == (text if before is None else before)
+    assert TokenizerWithStops(tokenizer, ("\n\n", "END")).before_stop(ids(tokenizer, "x\n\nyEND")) == "x"
 
 
 @pytest.mark.parametrize("stop", [("ab",), ("\n\n", "b "), ("é", "り🙂"), ("a<|im_end|>",)])
@@ -127,13 +112,9 @@ def test_no_token_decodes_to_more_bytes_than_is_reserved(tokenizer: PreTrainedTo
 
 
 @pytest.mark.trap("several_ends")
-def test_end_tokens_finish_and_stay_in_the_sample(
-    make_engine: Callable[..., TorchEngine],
-    requests: Callable[..., list[SampleRequest]],
-    drain: Callable[..., dict[Any, Completion]],
-) -> None:
+def test_end_tokens_finish_and_stay_in_the_sample(lab: Lab) -> None:
     """Both ids: the model's generation config says 3, the tokenizer 2."""
-    done = list(drain(make_engine(slots=32), requests(400, max_new_tokens=24, temperature=3.0)).values())
+    done = list(drain(lab.engine(slots=32), requests(400, max_new_tokens=24, temperature=3.0)).values())
     stopped = [completion for completion in done if completion.finish == "stop"]
     assert {int(completion.tokens[-1]) for completion in stopped} == {EOS, IM_END}
     for completion in done:
@@ -141,31 +122,16 @@ def test_end_tokens_finish_and_stay_in_the_sample(
         assert not ends[:-1].any()
         assert ends[-1] == (completion.finish == "stop")
         assert completion.finish in ("stop", "length")
-        assert "<" not in completion.text or completion.finish == "length" or "<eos>" not in completion.text
+        assert completion.finish == "length" or "<eos>" not in completion.text
 
 
 @pytest.mark.trap("stop_strings")
-def test_stop_strings_cut_the_text_but_not_the_tokens(
-    make_engine: Callable[..., TorchEngine],
-    requests: Callable[..., list[SampleRequest]],
-    drain: Callable[..., dict[Any, Completion]],
-) -> None:
-    plain = drain(make_engine(deterministic=True), requests(8, max_new_tokens=24))
+def test_stop_strings_cut_the_text_but_not_the_tokens(lab: Lab) -> None:
+    plain = drain(lab.engine(deterministic=True), requests(8, max_new_tokens=24))
     stop = next(c.text[5:7] for c in plain.values() if len(c.text) > 10 and c.text[5:7].isascii())
-    cut = drain(make_engine(deterministic=True, stop=(stop,)), requests(8, max_new_tokens=24))
-    ended = [completion for completion in cut.values() if completion.finish == "stop_string"]
-    assert ended
+    cut = drain(lab.engine(deterministic=True, stop=(stop,)), requests(8, max_new_tokens=24))
+    assert any(completion.finish == "stop_string" for completion in cut.values())
     for completion in cut.values():
         whole = plain[completion.request.key]
         assert completion.tokens.tolist() == whole.tokens[: len(completion.tokens)].tolist()
         assert completion.text == whole.text.partition(stop)[0]
-        assert stop not in completion.text
-
-
-@pytest.mark.trap("chat_template")
-def test_messages_need_a_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = None
-    texts = TokenizerWithStops(tokenizer, ())
-    assert len(texts.prompt_ids("hi")) > 0
-    with pytest.raises(TaskError, match="no chat template: write the prompts as text"):
-        texts.prompt_ids([{"role": "user", "content": "hi"}])
