@@ -32,17 +32,6 @@ def test_a_ratio_is_the_quotient_of_both_probabilities() -> None:
     np.testing.assert_allclose(ratio.numpy(), current - behaviour)
 
 
-def test_recomputed_ratio_and_capped_weight_are_the_formula() -> None:
-    current = logprobs(0)
-    proximal = logprobs(1)
-    behaviour = logprobs(2)
-    weight = corrections.capped_weight(torch.tensor(proximal - behaviour), 2.0)
-    ratio = losses.log_ratio(torch.tensor(current), torch.tensor(proximal))
-    np.testing.assert_allclose(ratio.numpy(), current - proximal)
-    np.testing.assert_allclose(weight.numpy(), np.minimum(np.exp(proximal - behaviour), 2.0))
-    assert weight.max() == 2.0
-
-
 def test_the_proximal_policy_carries_no_gradient() -> None:
     proximal = torch.tensor(logprobs(1), requires_grad=True)
     current = torch.tensor(logprobs(0), requires_grad=True)
