@@ -271,15 +271,26 @@ def test_what_is_said_is_logged_and_so_is_what_is_only_noted(tmp_path: Path) -> 
     assert stream.getvalue() == "lost generation0.0\nstarting\n"
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error")], ids=["pipe", "terminal"])
-def test_a_reader_that_goes_away_does_not_end_the_run(error: OSError) -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise error
+class Gone(io.StringIO):
+    """A terminal that was closed."""
 
-    with LineDisplay(Gone(), 2) as display:
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+class GonePipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("gone", [Gone, GonePipe])
+def test_a_reader_that_goes_away_does_not_end_the_run(gone: type[io.StringIO]) -> None:
+    with LineDisplay(gone(), 2) as display:
         display.say("one")
         display.say("two")
+
+
+def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:
     with (picture := LiveDisplay(terminal(60), 10)):
         picture._live.console.file = Gone()
         picture.say("one")
