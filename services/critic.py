@@ -12,9 +12,8 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
-from asyncrl.engines.training.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
-from asyncrl.engines.training.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
+from asyncrl.engines.training.train_rows import COST, REWARD, batch_digest, columns_of, model_rows, train_rows
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
@@ -223,8 +222,7 @@ class CriticService(Service, Critic):
 
     def _forward(self, rows: Batch) -> list[tuple[NDArray[np.float32], int]]:
         """Returns for each row its values and the updates taken before them."""
-        prompts, responses = token_ids(rows) if len(rows) else ([], [])
-        values = self._engine.values(prompts, responses, spans_of(rows))
+        values = self._engine.values(model_rows(rows) if len(rows) else [])
         return [(own, self._engine.optimizer.updates) for own in values]
 
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from asyncrl.concurrency import gather
 from asyncrl.config.sections.secret import revealed
-from asyncrl.engines.training.train_rows import contexts_of
+from asyncrl.engines.training.train_rows import contexts_of, model_rows
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.protocols.batch import SPANS, BatchRef, RowRef
@@ -74,9 +74,7 @@ class FeedbackService(RewardService):
         """Returns the tokens of the newest context of each sample, as a reward model scores it."""
         names = ["prompt_ids", "response_ids", *([SPANS] if self._plays else [])]
         found = await self.context.reader.read(refs, names)
-        spans = found[SPANS] if self._plays else [None] * len(refs)
-        rows = zip(found["prompt_ids"], found["response_ids"], spans, strict=True)
-        newest = [contexts_of(*row)[-1] for row in rows]
+        newest = [contexts_of(row)[-1] for row in model_rows(found)]
         return [np.concatenate([each.prompt, each.response]).astype(np.int32) for each in newest]
 
     async def _ask(self, ref: RowRef, sample: Sample, seen: NDArray[np.int32]) -> float | None:

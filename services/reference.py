@@ -10,9 +10,8 @@ from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.models.model_families import refuse_rotation_by_longest_row
 from asyncrl.engines.models.prompt_pictures import PromptPictures
 from asyncrl.engines.ranks.rank_mesh import RankMesh, own_device
-from asyncrl.engines.training.micro_batches import experts_of, spans_of, token_ids
 from asyncrl.engines.training.models_with_heads import CausalModel, frozen_logprobs, idle_pass, load_causal_model
-from asyncrl.engines.training.train_rows import token_columns
+from asyncrl.engines.training.train_rows import model_rows, token_columns
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
@@ -86,13 +85,7 @@ class ReferenceService(Service, Reference):
                 if self._mesh.sharding is not None:
                     idle_pass(self._model, backward=False)
                 return []
-            return self._logprobs_of(rows, pictures)
-
-    def _logprobs_of(self, rows: Batch, pictures: Sequence[PromptPictures | None]) -> list[NDArray[np.float32]]:
-        config = self.context.config
-        temperatures = [config.generation.temperature] * len(rows)
-        chunk = config.training.logits_chunk
-        budget = self._mesh.pass_budget(config.training.micro_batch_tokens)
-        spans = spans_of(rows)
-        experts = experts_of(rows)
-        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans, budget, experts, pictures)
+            config = self.context.config
+            budget = self._mesh.pass_budget(config.training.micro_batch_tokens)
+            seen = model_rows(rows, config.generation.temperature, pictures)
+            return frozen_logprobs(self._model, seen, config.training.logits_chunk, budget)

@@ -17,9 +17,8 @@ from asyncrl.engines.generation.tokenization import ASSISTANT, TokenizerWithStop
 from asyncrl.engines.models.model_families import refuse_rotation_by_longest_row
 from asyncrl.engines.models.model_folder import context_of_folder
 from asyncrl.engines.ranks.rank_mesh import RankMesh, own_device
-from asyncrl.engines.training.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model, refuse_another_tokenizer
-from asyncrl.engines.training.train_rows import contexts_of
+from asyncrl.engines.training.train_rows import contexts_of, model_rows
 from asyncrl.errors import RewardError, TaskError
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import WorkerContext
@@ -42,8 +41,6 @@ from asyncrl.services.ranks import (
 from asyncrl.services.reward import RewardService
 from asyncrl.tasks.prompt_rows import with_system
 from asyncrl.tasks.turn_template import WHOLE
-
-NOTHING = np.zeros(0, np.int64)
 
 
 class RewardModelService(RewardService):
@@ -140,7 +137,7 @@ class RewardModelService(RewardService):
         """Returns the score of each row's newest context."""
         if not len(rows):
             return self._forward([])
-        newest = [contexts_of(*row)[-1] for row in zip(*token_ids(rows), spans_of(rows), strict=True)]
+        newest = [contexts_of(row)[-1] for row in model_rows(rows)]
         return self._forward([np.concatenate([each.prompt, each.response]) for each in newest])
 
     def _conversations(self, samples: list[Sample]) -> tuple[dict[int, FunctionResult], dict[int, list[int]]]:
@@ -174,7 +171,7 @@ class RewardModelService(RewardService):
             if not rows:
                 self._model.idle_pass(backward=False)
                 return []
-            scores: list[float] = self._model.scores(rows, [NOTHING] * len(rows)).cpu().tolist()
+            scores: list[float] = self._model.scores(rows).cpu().tolist()
             return scores
 
 

@@ -11,6 +11,7 @@ from asyncrl.bench.benchmark_model import VOCABULARY, make_tokenizer
 from asyncrl.engines.training.micro_batches import lay_out_rows
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model, token_logprobs
 from asyncrl.engines.training.packed_rows import can_compile
+from asyncrl.engines.training.train_rows import SampleRow
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,8 @@ def found(model: CausalModel, *, packs: bool, seed: int) -> tuple[torch.Tensor, 
     prompts = [own[index] for index in (0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4)]
     responses = [draw.integers(4, VOCABULARY, int(size)) for size in draw.integers(1, 120, len(prompts))]
     weights = torch.from_numpy(draw.normal(size=sum(map(len, responses))).astype(np.float32)).to(model.device)
-    rows = lay_out_rows(prompts, responses, 0.8, model.device, packs)
+    given = [SampleRow(*ids, temperature=0.8) for ids in zip(prompts, responses, strict=True)]
+    rows = lay_out_rows(given, model.device, packs)
     assert (rows.passes[0].attention is not None) == packs
     logprobs, _ = token_logprobs(model, rows, 512)
     gradients = torch.autograd.grad((logprobs * weights).sum(), [*model.whole.parameters()])

@@ -20,7 +20,9 @@ class ThreadRank(Ranks):
     """One of several ranks that are threads of this process. given: what each has put in, shared by all."""
 
     def __init__(self, rank: int, given: list[torch.Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(given)
+        self.rank = rank
+        self.size = len(given)
+        self.exchanges = 0
         self._given = given
         self._barrier = barrier
 
@@ -33,10 +35,17 @@ class ThreadRank(Ranks):
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(rows))
 
+    def gather_equal(self, values: torch.Tensor) -> list[torch.Tensor]:
+        return self._exchange(values)
+
+    def shared(self, values: torch.Tensor, source: int) -> torch.Tensor:
+        return self._exchange(values)[source]
+
     def to_each(self, parts: torch.Tensor) -> torch.Tensor:
         return torch.stack([given[self.rank] for given in self._exchange(parts)])
 
     def _exchange(self, values: torch.Tensor) -> list[torch.Tensor]:
+        self.exchanges += 1
         self._given[self.rank] = values.clone()
         self._barrier.wait()
         everything = list(self._given)
@@ -66,7 +75,7 @@ def thread_meshes() -> Callable[[Layout], list[RankMesh]]:
     return make
 
 
-def thread_group(size: int) -> list[Ranks]:
+def thread_group(size: int) -> list[ThreadRank]:
     given = [torch.empty(0)] * size
     barrier = threading.Barrier(size, timeout=PATIENCE)
     return [ThreadRank(rank, given, barrier) for rank in range(size)]

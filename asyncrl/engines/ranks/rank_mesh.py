@@ -76,10 +76,11 @@ class Ranks:
 
     def to_each(self, parts: Tensor) -> Tensor:
         """Gives part i of the tensor [ranks, ...] to rank i; returns what each rank gave to this one, in rank order."""
-        return parts
+        even = [1] * self.size
+        return self.to_each_uneven(parts, even, even)
 
     def to_each_uneven(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Gives consecutive rows of [rows, width] to the ranks, sent[i] to rank i; returns those that each rank gave to
+        """Gives consecutive rows of [rows, ...] to the ranks, sent[i] to rank i; returns those that each rank gave to
         this one, received[i] of rank i, in rank order."""
         return rows
 
@@ -140,17 +141,10 @@ class DistributedRanks(Ranks):
         parts = self.gather_equal(padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def to_each(self, parts: Tensor) -> Tensor:
-        moved = parts.to(self._device).contiguous()
-        found = torch.empty_like(moved)
-        with self._exchange():  # As bytes, because gloo does not send every dtype.
-            dist.all_to_all_single(found.view(torch.uint8), moved.view(torch.uint8), group=self._group)
-        return found.to(parts.device)
-
     def to_each_uneven(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         moved = rows.to(self._device).contiguous()
         found = moved.new_empty((sum(received), *rows.shape[1:]))
-        with self._exchange():  # As bytes, as above.
+        with self._exchange():  # As bytes, because gloo does not send every dtype.
             parts = (found.view(torch.uint8), moved.view(torch.uint8))
             dist.all_to_all_single(*parts, received, sent, group=self._group)
         return found.to(rows.device)

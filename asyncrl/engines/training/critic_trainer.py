@@ -3,7 +3,6 @@ metrics (docs/metrics.md) are over live tokens, with the values just before the 
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,11 @@ from asyncrl.engines.models.model_families import refuse_rotation_by_longest_row
 from asyncrl.engines.ranks.rank_mesh import RankMesh, own_device
 from asyncrl.engines.ranks.shards import HeldModel
 from asyncrl.engines.training.micro_batches import MaskedRow, lay_out_rows, live_rows, live_values, split_by_row
-from asyncrl.engines.training.models_with_heads import load_value_model
-from asyncrl.engines.training.optimizer import Optimizer, check_same
+from asyncrl.engines.training.models_with_heads import ValueModel, load_value_model
+from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.policy_loss import token_advantages
-from asyncrl.engines.training.train_rows import REWARD, Ids, Spans, TrainRow, ValueTarget
-from asyncrl.engines.training.trainer_checkpoint import (
-    MODEL,
-    TRAINER,
-    StateCopy,
-    own_state,
-    read_state,
-    whole_state,
-    write_model,
-)
+from asyncrl.engines.training.train_rows import REWARD, ModelRow, TrainRow, ValueTarget
+from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, read_state
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.errors import ConfigError
 from asyncrl.objectives.losses import explained_variance, value_loss
@@ -39,6 +30,8 @@ SUMS = ("tokens", "loss", "clipped", "value", "return", "return_squares", "error
 
 class CriticTrainer(Trainer):
     """Trains float32 master weights with the optimizer of the trainer, its settings and a learning rate of its own."""
+
+    model: ValueModel
 
     def __init__(
         self, config: Config, folder: Path, target: ValueTarget = REWARD, mesh: RankMesh | None = None
@@ -70,42 +63,20 @@ class CriticTrainer(Trainer):
         critic = cls(config, directory / MODEL, target, mesh)
         return critic, read_state(directory, critic.optimizer, critic.mesh)["extra"]
 
-    @property
-    def packs(self) -> bool:
-        """Returns whether the model computes packed rows."""
-        return self.model.packs
-
-    def copy_state(self, extra: dict[str, Any]) -> StateCopy:
-        """Copies model and state, with the plain values `extra`, as that of a policy is: ranks that share out the
-        weights copy their parts. Raises WeightsError when ranks that should hold the same weights do not."""
-        copy = self.config.training.background_checkpoints
-        mesh = self.mesh
-        with mesh.failing():
-            check_same(mesh, self.optimizer.parameters)
-            parts, weights, states = self._held.copied(self.optimizer, None, copy=copy)
-        if mesh.rank > 0:
-            return StateCopy(own_state(), None, mesh.rank, parts, mesh.size)
-        state = whole_state(self.optimizer, mesh.size, states, extra=extra)
-        # A new head is in no folder, so that a critic's checkpoints hold its weights from the first one on.
-        return StateCopy(state, partial(write_model, self.model, weights, None, None), 0, parts, mesh.size)
-
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "CriticStep":
         return CriticStep(self, rows, incarnation, version)
 
     @torch.no_grad()
-    def values(
-        self, prompts: Sequence[Ids], responses: Sequence[Ids], spans: Sequence[Spans] | None = None
-    ) -> list[NDArray[np.float32]]:
+    def values(self, rows: Sequence[ModelRow]) -> list[NDArray[np.float32]]:
         """Computes the values [tokens] of each row, before each token was sampled, together, so that their bits depend
-        on all these rows. Without rows it takes part in the pass of ranks that have some. spans: see `lay_out_rows`."""
+        on all these rows. Without rows it takes part in the pass of ranks that have some."""
         model = self.model
         budget = self.mesh.pass_budget(self.config.training.micro_batch_tokens)
         with self.mesh.failing():
-            if not prompts:
+            if not rows:
                 model.idle_pass(backward=False)
                 return []
-            rows = lay_out_rows(prompts, responses, 1.0, model.device, model.packs, spans, budget)
-            return split_by_row(model.values(rows), responses, spans)
+            return split_by_row(model.values(lay_out_rows(rows, model.device, model.packs, budget)), rows)
 
 
 class CriticStep(TrainingStep):

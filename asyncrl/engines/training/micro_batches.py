@@ -7,8 +7,7 @@ rows ── mask_rows ──> what of each enters the loss ── micro_batches 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import add
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,20 +17,18 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_families import shared_from
 from asyncrl.engines.models.picture_input import PictureInput
-from asyncrl.engines.models.prompt_pictures import PromptPictures
 from asyncrl.engines.training.packed_rows import PackedAttention, pack_rows
 from asyncrl.engines.training.train_rows import (
-    ALL_SAMPLED,
+    Context,
     Ids,
-    Sampled,
-    Spans,
+    ModelRow,
     TrainRow,
-    are_plain,
     contexts_of,
+    model_rows,
     padded_sizes,
 )
 from asyncrl.objectives.ragged import Ragged
-from asyncrl.protocols.batch import EXPERTS, SPANS, Batch
+from asyncrl.protocols.batch import Batch
 from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
 from asyncrl.protocols.staleness import POLICIES, Policy
 
@@ -73,10 +70,6 @@ class MaskedRow:
     def trained(self) -> int:
         """Returns the tokens that entered the loss of an update that was taken; 0 before that update."""
         return 0 if self.lost else self.in_loss
-
-    @property
-    def tokens(self) -> int:
-        return len(self.row.prompt_ids) + len(self.row.response_ids)
 
     def report(self) -> TrainedSample:
         """Returns what the step did with the response tokens, after its last update."""
@@ -137,9 +130,6 @@ def mask_metrics(counts: Tensor) -> dict[str, float]:
 
 PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64] | float
 
-Experts: TypeAlias = NDArray[Any] | None
-"""The column `experts` of a row: of all its tokens, flat."""
-
 SHORTEST = 0.8
 """A row below this share of the longest row of a micro-batch starts the next one: padding adds at most a quarter."""
 FILLED = 1 / 8
@@ -184,30 +174,13 @@ def _filled(lengths: Sequence[int], budget: float, contexts: Sequence[int]) -> l
     return parts
 
 
-def forward_passes(rows: Batch, config: Config) -> list[list[int]]:
+def forward_passes(batch: Batch, config: Config) -> list[list[int]]:
     """Groups row indices into the forward passes of a model that does not train. With `generation.deterministic` each
     row has a pass of its own, so that its bits do not depend on other rows."""
     if config.generation.deterministic:
-        return [[row] for row in range(len(rows))]
-    prompts = rows["prompt_ids"].lengths()
-    responses = rows["response_ids"].lengths()
-    longest, contexts = padded_sizes(prompts.tolist(), spans_of(rows), (prompts + responses).tolist())
+        return [[row] for row in range(len(batch))]
+    longest, contexts = padded_sizes(model_rows(batch))
     return micro_batches(longest, config.training.micro_batch_tokens, contexts)
-
-
-def token_ids(rows: Batch) -> tuple[list[Ids], list[Ids]]:
-    """Returns the token ids of prompts and of responses."""
-    return [ids.astype(np.int64) for ids in rows["prompt_ids"]], [ids.astype(np.int64) for ids in rows["response_ids"]]
-
-
-def spans_of(rows: Batch) -> list[Spans]:
-    """Returns the spans of each response; None unless the rows are episodes."""
-    return [*rows[SPANS]] if SPANS in rows.columns else [None] * len(rows)
-
-
-def experts_of(rows: Batch) -> list[Experts]:
-    """Returns the experts of each row; None unless they are recorded."""
-    return [*rows[EXPERTS]] if EXPERTS in rows.columns else [None] * len(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,106 +216,65 @@ class ModelRows:
 
 
 def lay_out_rows(
-    prompts: Sequence[Ids],
-    responses: Sequence[Ids],
-    temperatures: Sequence[float] | float,
+    rows: Sequence[ModelRow],
     device: torch.device,
     packs: bool = False,
-    spans: Sequence[Spans] | None = None,
     budget: float = math.inf,
-    experts: Sequence[Experts] = (),
-    pictures: Sequence[PromptPictures | None] = (),
+    *,
+    replayed: bool = True,
 ) -> ModelRows:
     """Lays out rows of prompt and response for the prediction of the sampled tokens. packs: whether the model computes
-    packed rows, in which samples share prompts; what saves little is padded. spans: of each response, by default all
-    tokens were sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the
-    model. budget: tokens of one pass; contexts over it take several, and a longer one a pass of its own. experts: of
-    each row, by default none is replayed. pictures: of each prompt; episodes have none."""
-    contexts, counts = _all_contexts(prompts, responses, _spans(spans, len(prompts)), experts, pictures)
-    per_token = np.repeat(np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), counts)
-    targets = [response[own] for response, own in zip(contexts.responses, contexts.sampled, strict=True)]
-    sizes = [*map(add, map(len, contexts.prompts), map(len, contexts.responses))]
+    packed rows, in which samples share prompts; what saves little is padded. The policy sees given tokens as it sees
+    the prompt, and of several contexts each is a row of the model. budget: tokens of one pass; contexts over it take
+    several, and a longer one a pass of its own. replayed: with the experts that rows have recorded, all or none."""
+    contexts = [each for row in rows for each in contexts_of(row)]
+    targets = [each.response[each.sampled] for each in contexts]
+    temperatures = np.repeat(np.array([each.temperature for each in contexts], np.float32), [*map(len, targets)])
+    sizes = [len(each.prompt) + len(each.response) for each in contexts]
+    replayed = replayed and contexts[0].experts is not None
+    packs = packs and not replayed and not any(each.pictures for each in contexts)
     order: Tensor | None = None
-    packs = packs and not contexts.experts and not any(contexts.pictures)
     if (sum(sizes) if packs else len(sizes) * max(sizes)) <= budget:
-        passes: tuple[ModelInput, ...] = (_model_input(contexts, device, budget, packs=packs),)
+        passes: tuple[ModelInput, ...] = (_model_input(contexts, device, budget, packs=packs, replayed=replayed),)
     else:
         parts = micro_batches(sizes, budget, packed=packs)
-        passes = tuple(_model_input(contexts.of(part), device, budget, packs=packs) for part in parts)
-        places = np.split(np.arange(len(per_token)), np.cumsum([*map(len, targets)])[:-1])
+        chosen = [[contexts[index] for index in part] for part in parts]
+        passes = tuple(_model_input(part, device, budget, packs=packs, replayed=replayed) for part in chosen)
+        places = np.split(np.arange(len(temperatures)), np.cumsum([*map(len, targets)])[:-1])
         order = torch.from_numpy(np.argsort(np.concatenate([places[index] for part in parts for index in part])))
     return ModelRows(
         passes,
         torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
-        torch.from_numpy(per_token).to(device),
+        torch.from_numpy(temperatures).to(device),
         None if order is None else order.to(device),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Contexts:
-    """Holds the parts of contexts, one entry a context. experts: [tokens, numbers of a token], of none or of all."""
-
-    prompts: Sequence[Ids]
-    responses: Sequence[Ids]
-    sampled: Sequence[Sampled]
-    experts: Sequence[NDArray[Any]] = ()
-    pictures: Sequence[PromptPictures | None] = ()
-
-    def of(self, part: Sequence[int]) -> "_Contexts":
-        prompts = [self.prompts[index] for index in part]
-        responses = [self.responses[index] for index in part]
-        sampled = [self.sampled[index] for index in part]
-        experts = [self.experts[index] for index in part if self.experts]
-        return _Contexts(
-            prompts, responses, sampled, experts, [self.pictures[index] for index in part if self.pictures]
-        )
-
-
-def _all_contexts(
-    prompts: Sequence[Ids],
-    responses: Sequence[Ids],
-    spans: Sequence[Spans],
-    experts: Sequence[Experts],
-    pictures: Sequence[PromptPictures | None],
-) -> tuple[_Contexts, list[int]]:
-    """Returns the contexts of all rows, and the number of sampled tokens of each row."""
-    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    recorded = [each.reshape(length, -1) for each, length in zip(experts, lengths, strict=False) if each is not None]
-    assert len(recorded) in (0, len(prompts)), "experts are replayed in all rows or in none"
-    if are_plain(spans):
-        return _Contexts(prompts, responses, [ALL_SAMPLED] * len(prompts), recorded, pictures), [*map(len, responses)]
-    assert not any(pictures), "episodes have no pictures"
-    rows = [contexts_of(*row) for row in zip(prompts, responses, spans, strict=True)]
-    found = [each for row in rows for each in row]
-    ends = np.cumsum([len(each.prompt) + len(each.response) for each in found])[:-1]
-    parts = np.split(np.concatenate(recorded), ends) if recorded else ()
-    columns = [[getattr(each, name) for each in found] for name in ("prompt", "response", "sampled")]
-    contexts = _Contexts(columns[0], columns[1], columns[2], parts)
-    return contexts, [sum(len(each.response[each.sampled]) for each in row) for row in rows]
-
-
-def _model_input(contexts: _Contexts, device: torch.device, budget: float, *, packs: bool) -> ModelInput:
-    prompts = contexts.prompts
-    responses = contexts.responses
+def _model_input(
+    contexts: Sequence[Context], device: torch.device, budget: float, *, packs: bool, replayed: bool
+) -> ModelInput:
+    prompts = [each.prompt for each in contexts]
+    responses = [each.response for each in contexts]
     packed = pack_rows(prompts, responses, budget, shared_from(device.type)) if packs else None
     ids, states = _padded_rows(prompts, responses) if packed is None else (packed.ids[None], packed.states)
-    positions = [state[own] for state, own in zip(states, contexts.sampled, strict=True)]
+    positions = [state[each.sampled] for state, each in zip(states, contexts, strict=True)]
     return ModelInput(
         torch.from_numpy(ids).to(device),
         torch.from_numpy(np.concatenate(positions)).to(device),
         None if packed is None else torch.from_numpy(packed.position_ids[None]).to(device),
         None if packed is None else PackedAttention(packed.segments, device),
-        _padded_experts(contexts, ids.shape[1], device) if contexts.experts else None,
-        PictureInput.of(contexts.pictures, ids.shape[1], device),
+        _padded_experts(contexts, ids.shape[1], device) if replayed else None,
+        PictureInput.of([each.pictures for each in contexts], ids.shape[1], device),
     )
 
 
-def _padded_experts(contexts: _Contexts, length: int, device: torch.device) -> Tensor:
+def _padded_experts(contexts: Sequence[Context], length: int, device: torch.device) -> Tensor:
     """Returns the experts of padded rows, as in ModelInput; nothing is recorded of padding."""
-    like = contexts.experts[0]
-    found = np.full((len(contexts.experts), length, like.shape[1]), np.iinfo(like.dtype).max, like.dtype)
-    for row, experts in enumerate(contexts.experts):
+    recorded = [each.experts for each in contexts if each.experts is not None]
+    assert len(recorded) == len(contexts), "experts are replayed in all rows or in none"
+    like = recorded[0]
+    found = np.full((len(contexts), length, like.shape[1]), np.iinfo(like.dtype).max, like.dtype)
+    for row, experts in enumerate(recorded):
         tokens = min(length, len(experts) - 1)
         found[row, :tokens] = experts[:tokens]
     return torch.from_numpy(found).to(device).flatten(0, 1)
@@ -361,17 +293,10 @@ def _padded_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Ids,
     return ids, states
 
 
-def split_by_row(
-    tokens: Tensor, responses: Sequence[Ids], spans: Sequence[Spans] | None = None
-) -> list[NDArray[np.float32]]:
-    """Splits flat values of sampled tokens into one numpy array per row. spans: see `lay_out_rows`."""
-    rows = zip(responses, _spans(spans, len(responses)), strict=True)
-    lengths = [len(response) if own is None else int(own[::2].sum()) for response, own in rows]
+def split_by_row(tokens: Tensor, rows: Sequence[ModelRow]) -> list[NDArray[np.float32]]:
+    """Splits flat values of sampled tokens into one numpy array per row."""
+    lengths = [len(row.response_ids) if row.spans is None else int(row.spans[::2].sum()) for row in rows]
     return np.split(tokens.detach().cpu().numpy(), np.cumsum(lengths)[:-1])
-
-
-def _spans(spans: Sequence[Spans] | None, rows: int) -> Sequence[Spans]:
-    return [None] * rows if spans is None else spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,33 +346,11 @@ def live_values(rows: Sequence[MaskedRow], columns: Sequence[PerToken], device: 
     return torch.from_numpy(np.concatenate(live).astype(np.float32)).to(device)
 
 
-def lay_out_train_rows(
-    rows: Sequence[TrainRow],
-    device: torch.device,
-    packs: bool = False,
-    budget: float = math.inf,
-    *,
-    replayed: bool = True,
-) -> ModelRows:
-    """Does what `lay_out_rows` does, for rows of training. replayed: with the experts that they have recorded."""
-    return lay_out_rows(
-        [row.prompt_ids for row in rows],
-        [row.response_ids for row in rows],
-        [row.temperature for row in rows],
-        device,
-        packs,
-        [row.spans for row in rows],
-        budget,
-        [row.experts for row in rows] if replayed else (),
-        [row.pictures for row in rows],
-    )
-
-
 def live_rows(
     masked: Sequence[MaskedRow], device: torch.device, packs: bool = False, budget: float = math.inf
 ) -> ModelRows:
     """Lays out whole rows for the model, with predictions for live tokens only."""
-    whole = lay_out_train_rows([item.row for item in masked], device, packs, budget)
+    whole = lay_out_rows([item.row for item in masked], device, packs, budget)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
     passes = whole.passes
     order = whole.order

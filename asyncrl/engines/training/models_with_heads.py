@@ -35,7 +35,7 @@ from asyncrl.engines.models.model_loading import (
     vocabulary_size,
 )
 from asyncrl.engines.models.picture_input import PictureInput, picture_layout
-from asyncrl.engines.models.prompt_pictures import PROCESSOR, PromptPictures
+from asyncrl.engines.models.prompt_pictures import PROCESSOR
 from asyncrl.engines.models.router_replay import RouterReplay
 from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER, HEADS
 from asyncrl.engines.models.tensor_parts import StoredTensor, stored_tensors
@@ -43,16 +43,9 @@ from asyncrl.engines.ranks.parallel_layers import SEQUENCE, attend_in_slices, jo
 from asyncrl.engines.ranks.pipeline import Ending, PipelineRank, StageWeights, keep_stage
 from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.engines.ranks.shards import HeldModel, shard_model
-from asyncrl.engines.training.micro_batches import (
-    Experts,
-    ModelInput,
-    ModelRows,
-    lay_out_rows,
-    lay_out_train_rows,
-    split_by_row,
-)
+from asyncrl.engines.training.micro_batches import ModelInput, ModelRows, lay_out_rows, split_by_row
 from asyncrl.engines.training.packed_rows import NAME, PACKED
-from asyncrl.engines.training.train_rows import Ids, Spans, TrainRow
+from asyncrl.engines.training.train_rows import Ids, ModelRow, SampleRow, TrainRow
 from asyncrl.errors import ConfigError
 
 Found = TypeVar("Found")
@@ -60,6 +53,8 @@ PassRunner: TypeAlias = Callable[[Callable[[], Any]], Any]
 Precision = Literal["float32", "bfloat16"]
 
 HEAD_TOLERANCE = 1e-3
+IDLE = SampleRow(np.zeros(1, np.int64), np.zeros(1, np.int64))
+"""A row that counts for nothing."""
 
 
 class Unfilled(NamedTuple):
@@ -289,17 +284,15 @@ class ValueModel(LoadedModel):
         gather them together in every pass."""
         if self._root is None:
             return
-        token = np.zeros(1, np.int64)
         with torch.set_grad_enabled(backward):
-            values = self.values(lay_out_rows([token], [token], 1.0, self.device))
+            values = self.values(lay_out_rows([IDLE], self.device))
         if backward:
             torch.autograd.backward(0.0 * values.sum())
 
-    def scores(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def scores(self, rows: Sequence[Ids]) -> Tensor:
         """Returns the score of each row at its last token, float32 [rows]; the row length tells which token is last."""
-        rows = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
-        following = [np.zeros(1, np.int64)] * len(rows)  # The state before a further token is that of the last one.
-        return self.values(lay_out_rows(rows, following, 1.0, self.device))
+        # The state before a further token is that of the last one.
+        return self.values(lay_out_rows([SampleRow(row, IDLE.response_ids) for row in rows], self.device))
 
 
 def load_causal_model(
@@ -474,7 +467,7 @@ def frozen_stage_logprobs(
     """Computes the log-probs [tokens] of the rows of all micro-batches in one run through the stages, which all get
     them."""
     assert model.pipeline is not None, "the model is a stage of a pipeline"
-    batches = [lay_out_train_rows(rows, model.device, model.packs) for rows in parts]
+    batches = [lay_out_rows(rows, model.device, model.packs) for rows in parts]
     found = [torch.zeros(len(batch.targets), device=model.device) for batch in batches]
 
     def keep(number: int, states: Tensor) -> Tensor:
@@ -484,15 +477,14 @@ def frozen_stage_logprobs(
     run_stages(model, batches, keep, backward=False)
     rows = [row for part in parts for row in part]
     logprobs = model.pipeline.from_last(torch.cat([torch.zeros(0, device=model.device), *found]))
-    return split_by_row(logprobs, [row.response_ids for row in rows], [row.spans for row in rows]) if rows else []
+    return split_by_row(logprobs, rows) if rows else []
 
 
 def idle_pass(model: CausalModel, *, backward: bool) -> None:
     """Computes one token that counts for nothing, while other ranks have rows: ranks that share out the weights gather
     them together in every pass."""
-    token = np.zeros(1, np.int64)
     with torch.set_grad_enabled(backward):
-        logprobs, _ = token_logprobs(model, lay_out_rows([token], [token], 1.0, model.device), 1)
+        logprobs, _ = token_logprobs(model, lay_out_rows([IDLE], model.device), 1)
     if backward:
         model.backward(0.0 * logprobs.sum())
 
@@ -514,39 +506,18 @@ def _logprobs_of_stages(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor
         found.copy_(model.logits(states)[0].log_softmax(-1))
         return torch.zeros(1, device=model.device)
 
-    run_stages(model, [lay_out_rows([prompt], [prompt[:1]], 1.0, model.device)], keep, backward=False)
+    run_stages(model, [lay_out_rows([SampleRow(prompt, prompt[:1])], model.device)], keep, backward=False)
     return model.pipeline.from_last(found)
 
 
 @torch.no_grad()
-def frozen_row_logprobs(
-    model: CausalModel, rows: Sequence[TrainRow], chunk: int, budget: float, *, replayed: bool
-) -> list[NDArray[np.float32]]:
-    """Returns what `frozen_logprobs` does for rows of training. replayed: with the experts that they have recorded."""
-    laid_out = lay_out_train_rows(rows, model.device, model.packs, budget, replayed=replayed)
-    logprobs, _ = token_logprobs(model, laid_out, chunk)
-    return split_by_row(logprobs, [row.response_ids for row in rows], [row.spans for row in rows])
-
-
-@torch.no_grad()
 def frozen_logprobs(
-    model: CausalModel,
-    prompts: Sequence[Ids],
-    responses: Sequence[Ids],
-    temperatures: Sequence[float],
-    chunk: int,
-    spans: Sequence[Spans] | None = None,
-    budget: float = math.inf,
-    experts: Sequence[Experts] = (),
-    pictures: Sequence[PromptPictures | None] = (),
+    model: CausalModel, rows: Sequence[ModelRow], chunk: int, budget: float = math.inf, *, replayed: bool = True
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row, without gradient, together, so that their bits depend on all
-    these rows. spans, budget, experts, pictures: see `lay_out_rows`."""
-    device = model.device
-    packs = model.packs
-    rows = lay_out_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
-    logprobs, _ = token_logprobs(model, rows, chunk)
-    return split_by_row(logprobs, responses, spans)
+    these rows. budget, replayed: see `lay_out_rows`."""
+    laid_out = lay_out_rows(rows, model.device, model.packs, budget, replayed=replayed)
+    return split_by_row(token_logprobs(model, laid_out, chunk)[0], rows)
 
 
 def own_slice(rows: ModelRows, rank: int, size: int) -> tuple[ModelRows, Tensor]:

@@ -53,11 +53,10 @@ def _by_copies(mesh: RankMesh, tensors: Iterable[Tensor]) -> Iterator[tuple[Rank
 
 def _sum_in_buckets(copies: Ranks, gradients: Sequence[Tensor]) -> None:
     for bucket in _buckets(gradients) if copies.size > 1 else ():
-        _sum_at_once(copies, bucket)
+        _sum_at_once(copies, bucket)  # Its memory is free again before that of the next one is taken.
 
 
 def _sum_at_once(copies: Ranks, gradients: Sequence[Tensor]) -> None:
-    """Sums gradients in memory that is free again before that of the next ones is taken."""
     summed = copies.sum(torch.cat([gradient.flatten() for gradient in gradients]))
     parts = torch.split(summed, [gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
@@ -221,6 +220,10 @@ class Optimizer:
             if own is not parameter:
                 own.data = own_part(parameter.detach())
 
+    def _numbered(self, part: torch.optim.Optimizer) -> list[Any]:
+        """Returns the weights in the order in which a part numbers their states."""
+        return [self._trained[each] for group in part.param_groups for each in group["params"]]
+
     def states(self) -> list[dict[str, Any]]:
         """Returns the state of each part; where this rank holds parts of weights, its tensors are parts as they are."""
         return [self._with_tensors(part, part.state_dict(), as_part_of) for part in self.parts]
@@ -228,7 +231,7 @@ class Optimizer:
     def state_tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yields the tensors of the states, parts as they are: a name for `load`, the tensor, and its weight."""
         for number, (part, state) in enumerate(zip(self.parts, self.states(), strict=True)):
-            parameters = [self._trained[each] for group in part.param_groups for each in group["params"]]
+            parameters = self._numbered(part)
             for index, values in state["state"].items():
                 for key, tensor in values.items():
                     yield f"{number}.{index}.{key}", tensor, parameters[index]
@@ -243,10 +246,9 @@ class Optimizer:
 
     def load(self, saved: Mapping[str, Any], stored: Mapping[str, StoredTensor] = NOTHING_STORED) -> None:
         """Restores what `saved` returned; each rank takes its part of the states. stored: tensors of the states that
-        are in files. Raises ConfigError for the states of another optimizer, where those without a name are AdamW's,
-        and OtherWeights."""
-        name = saved.get("name", "adamw")
-        states = saved["states"] if "states" in saved else [saved["adamw"]]
+        are in files. Raises ConfigError for the states of another optimizer, and OtherWeights."""
+        name = saved["name"]
+        states = saved["states"]
         if name != self.settings.optimizer:
             raise ConfigError(
                 f'training.optimizer = "{self.settings.optimizer}": the checkpoint holds the state of {name}; write '
@@ -265,7 +267,7 @@ class Optimizer:
         counts = [[len(group["params"]) for group in state["param_groups"]] for state in states]
         own = [[len(group["params"]) for group in part.param_groups] for part in self.parts]
         for part, state in zip(self.parts, states, strict=False):
-            parameters = [self._trained[each] for group in part.param_groups for each in group["params"]]
+            parameters = self._numbered(part)
             for number, values in state["state"].items():
                 known = parameters[number] if number < len(parameters) else None
                 moments = [tuple(values[key].shape) for key in MOMENTS if values.get(key) is not None]
@@ -287,7 +289,7 @@ class Optimizer:
     ) -> dict[str, Any]:
         """Returns the state with tensors changed; `change` is also given the parameter of the model. That of weights of
         other pipeline stages is left out. Plain values, as bitsandbytes' number of steps, stay as they are."""
-        parameters = [self._trained[each] for group in part.param_groups for each in group["params"]]
+        parameters = self._numbered(part)
         changed = {
             number: {
                 key: change(value, parameters[number]) if isinstance(value, Tensor | StoredTensor) else value

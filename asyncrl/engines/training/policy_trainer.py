@@ -5,8 +5,7 @@ import json
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import astuple, dataclass, replace
-from functools import partial
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,14 +25,14 @@ from asyncrl.engines.ranks.rank_mesh import RankMesh, own_device
 from asyncrl.engines.training.micro_batches import (
     MaskedRow,
     MicroBatch,
-    ModelRows,
     lay_out_rows,
     mask_metrics,
     micro_batch,
     micro_batches,
 )
 from asyncrl.engines.training.models_with_heads import (
-    frozen_row_logprobs,
+    CausalModel,
+    frozen_logprobs,
     frozen_stage_logprobs,
     head_logprobs,
     idle_pass,
@@ -42,7 +41,6 @@ from asyncrl.engines.training.models_with_heads import (
     run_stages,
     token_logprobs,
 )
-from asyncrl.engines.training.optimizer import check_same
 from asyncrl.engines.training.policy_loss import (
     LossTerms,
     PolicyTotals,
@@ -52,16 +50,13 @@ from asyncrl.engines.training.policy_loss import (
     second_moment_of,
     set_token_advantages,
 )
-from asyncrl.engines.training.train_rows import TrainRow
+from asyncrl.engines.training.train_rows import SampleRow, TrainRow, padded_sizes
 from asyncrl.engines.training.trainer_checkpoint import (
     MODEL,
     AdaptedModel,
     StateCopy,
-    own_state,
     read_state,
     refuse_changed_base,
-    whole_state,
-    write_model,
 )
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.engines.training.zero_optimizer import hold_model, open_optimizer
@@ -76,21 +71,10 @@ from asyncrl.tasks.prompt_rows import drawn_row
 # The texts of the pretraining loss, which the policy must not forget: reads them and chooses those of each update.
 
 
-@dataclass(frozen=True, slots=True)
-class PretrainingText:
-    """Holds the token ids of a text. given: context, at least one token. learnt: tokens in the loss, at least one."""
-
-    given: NDArray[np.int64]
-    learnt: NDArray[np.int64]
-
-    @property
-    def tokens(self) -> int:
-        return len(self.given) + len(self.learnt)
-
-
-def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: Any) -> list[PretrainingText]:
-    """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context. Raises
-    TaskError when a prompt cannot be rendered or leaves no room for its answer, or a text has only one token."""
+def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: Any) -> list[SampleRow]:
+    """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context. Prompts are
+    given, responses learnt. Raises TaskError when a prompt cannot be rendered or leaves no room for its answer, or a
+    text has only one token."""
     longest = longest_row(config, context_of(model_config.to_dict()))
     chats = TokenizerWithStops(tokenizer, (), config.task.template_arguments)
     with path.open(encoding="utf-8") as lines:
@@ -100,9 +84,7 @@ def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: A
         ]
 
 
-def _tokenize(
-    row: dict[str, Any], tokenizer: Any, chats: TokenizerWithStops, longest: int, where: str
-) -> PretrainingText:
+def _tokenize(row: dict[str, Any], tokenizer: Any, chats: TokenizerWithStops, longest: int, where: str) -> SampleRow:
     """Tokenizes a text, of which all tokens but the first are learnt, or a prompt with an answer, which is learnt. An
     end-of-sequence token follows, unless the row is cut before it."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -116,15 +98,10 @@ def _tokenize(
         given = len(prompt)
     if given == 0 or given >= min(len(ids), longest):
         raise TaskError(f"{where}: {given} of its {len(ids)} tokens (at most {longest}) are given, none is learnt")
-    return PretrainingText(ids[:given], ids[given:longest])
+    return SampleRow(ids[:given], ids[given:longest])
 
 
-def pad_texts(texts: Sequence[PretrainingText], device: torch.device) -> ModelRows:
-    """Pads texts for the model, which predicts what is learnt."""
-    return lay_out_rows([text.given for text in texts], [text.learnt for text in texts], 1.0, device)
-
-
-def texts_of(texts: Sequence[PretrainingText], config: Config, version: int, update: int) -> list[PretrainingText]:
+def texts_of(texts: Sequence[SampleRow], config: Config, version: int, update: int) -> list[SampleRow]:
     """Returns the texts of one update of the step from `version`, of `task.pretrain_per_step` a step; every text comes
     once before one repeats. A pure function, so that all ranks and a resumed run choose the same texts."""
     count = config.task.pretrain_per_step
@@ -140,9 +117,10 @@ class PolicyTrainer(Trainer):
     """Trains float32 master weights. On CPU with one thread the same rows give the same bits.
 
     kl, multiplier: coefficient of the KL and price of costs, which may change after a step. texts: learnt beside the
-    samples. multiplier and texts are None where the algorithm has none. prepared: the folder that the weights came
-    from, which a checkpoint before the first update links to; None: each checkpoint holds its weights.
+    samples. multiplier and texts are None where the algorithm has none.
     """
+
+    model: CausalModel
 
     def __init__(
         self,
@@ -160,13 +138,11 @@ class PolicyTrainer(Trainer):
         self.config = config
         self.mesh = mesh or RankMesh()
         self._folder = folder
-        self.prepared: Path | None = None
         refuse_rotation_by_longest_row(folder, config)
         device = own_device(settings.device, self.mesh.rank, self.mesh.size)
         options = {"float32_head": config.model.float32_head, "in_parts": self.mesh.is_parted}
         options["replay"] = settings.router_replay
         self.model = load_causal_model(folder, device, settings.precision, **options)
-        self._adapted: AdaptedModel | None = None
         if config.model.lora is not None:
             digest = weights_digest(folder) if self.mesh.rank == 0 else ""
             self._adapted = AdaptedModel(config.model.lora, folder, digest)
@@ -202,15 +178,14 @@ class PolicyTrainer(Trainer):
         base: the model folder that a run with `model.lora` began with. Raises WeightsError when it holds another model
         by now, because the adapters mean nothing there.
         """
-        lora = config.model.lora
-        assert lora is None or base is not None, "adapters are restored on their base model"
         folder = directory / MODEL
-        if lora is None or base is None:
+        if config.model.lora is None:
             trainer = cls(config, folder, mesh, texts)
         else:
+            assert base is not None, "adapters are restored on their base model"
             trainer = cls(config, base, mesh, texts, folder)
         state = read_state(directory, trainer.optimizer, trainer.mesh)
-        if lora is not None:
+        if trainer._adapted is not None:
             canary = Canary(*map(tuple, state["canary"]))
             found = logprobs_after(trainer.model, np.array(canary.prompt)).numpy(force=True)
             refuse_changed_base(folder, trainer._folder, canary_distance(canary, found))
@@ -220,34 +195,13 @@ class PolicyTrainer(Trainer):
             trainer.multiplier.value = state["multiplier"]
         return trainer, state["extra"]
 
-    @property
-    def packs(self) -> bool:
-        """Returns whether the model computes packed rows."""
-        return self.model.packs
-
-    def copy_state(self, extra: dict[str, Any]) -> StateCopy:
-        """Copies model and state, with the plain values `extra`. Ranks that share out the weights copy their parts;
-        else, and of adapters, rank 0 copies the whole. Raises WeightsError when ranks that should hold the same weights
-        do not."""
-        lora = self.config.model.lora
-        copy = self.config.training.background_checkpoints
-        with self.mesh.failing():
-            check_same(self.mesh, self.optimizer.parameters)
-            canary = None if lora is None else self.canary()
-            named = None if lora is None else published_tensors(self.model.whole)
-            parts, weights, states = self._held.copied(self.optimizer, named, copy=copy)
-        if self.mesh.rank > 0:
-            return StateCopy(own_state(), None, self.mesh.rank, parts, self.mesh.size)
-        state = {"kl": self.kl.value, "extra": extra}
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"kl": self.kl.value}
         if self.multiplier is not None:
-            state["multiplier"] = self.multiplier.value
-        if canary is not None:
-            state["canary"] = list(astuple(canary))
-        state = whole_state(self.optimizer, self.mesh.size, states, **state)
-        # Adapters are small, and ranks with parts write them apart: their checkpoints stay as they are.
-        linked = None if self.updates or self._adapted or parts else self.prepared
-        write = partial(write_model, self.model, weights, self._adapted, linked)
-        return StateCopy(state, write, 0, parts, self.mesh.size)
+            facts["multiplier"] = self.multiplier.value
+        if self._adapted is not None:
+            facts["canary"] = list(astuple(self.canary()))
+        return facts
 
     def copy_beside_pass(self, extra: dict[str, Any]) -> StateCopy | None:
         """Copies the state as `copy_state` does, but alone, on another thread than that of a step that takes no update:
@@ -349,7 +303,7 @@ class PolicyStep(TrainingStep):
             own = [item.row for item in items]
             budget = self._pass_budget
             with base_model(model.whole) if of_base else nullcontext(), self._lane("forward"):
-                logprobs = frozen_row_logprobs(model, own, chunk, budget, replayed=not of_base)
+                logprobs = frozen_logprobs(model, own, chunk, budget, replayed=not of_base)
             found += zip(items, logprobs, strict=True)
             yield True
         return found
@@ -448,10 +402,11 @@ class PolicyStep(TrainingStep):
         model = self._trainer.model
         training = self._config.training
         texts = texts_of(self._trainer.texts, self._config, self._version, number)
-        tokens = sum(len(text.learnt) for text in texts)
+        tokens = sum(len(text.response_ids) for text in texts)
         own = texts[self._mesh.rows.rank :: self._mesh.rows.size]
-        parts = self._mesh.in_step(micro_batches([text.tokens for text in own], training.micro_batch_tokens))
-        batches = [pad_texts([own[index] for index in indices], model.device) if indices else None for indices in parts]
+        parts = self._mesh.in_step(micro_batches(padded_sizes(own)[0], training.micro_batch_tokens))
+        texts_of_passes = [[own[index] for index in indices] for indices in parts]
+        batches = [lay_out_rows(each, model.device) if each else None for each in texts_of_passes]
         if model.pipeline is not None:
             given = [rows for rows in batches if rows is not None]
 

@@ -87,7 +87,7 @@ class PreferenceModel:
     def _scored(self, prompts: Sequence[ComparedPrompt]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns of each pair both scores, who wins, and its share in the loss. Each answer is computed once."""
         rows = [np.array(answer.tokens[-MOST_TOKENS:]) for each in prompts for answer in each.answers]
-        scores = self._model.scores([row[:-1] for row in rows], [row[-1:] for row in rows])
+        scores = self._model.scores(rows)
         starts = np.cumsum([0, *(len(each.answers) for each in prompts)])
         pairs = [(int(start), each, pair) for start, each in zip(starts, prompts, strict=False) for pair in each.pairs]
         first = scores[[start + pair.first for start, _, pair in pairs]]

@@ -2,9 +2,9 @@
 each row, and the contexts of the rows of episodes."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,70 +197,82 @@ def batch_digest(cuts: Cuts) -> str:
 # A model gets each context as a row of its own. The sampled tokens of a row keep their order.
 
 
-Sampled: TypeAlias = Ids | slice
-"""Selects the tokens of a response that the policy sampled; the others were given to it."""
-ALL_SAMPLED = slice(None)
-
 Spans: TypeAlias = NDArray[np.int32] | None
 """The column `spans` of a row (see `trajectory_columns`); None where each token of the response was sampled."""
+ALL_SAMPLED = slice(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Holds token ids of a conversation. sampled: which tokens of the response the policy sampled."""
+class SampleRow(NamedTuple):
+    """Holds what a model reads of a row that need not train; fields as in TrainRow."""
+
+    prompt_ids: Ids
+    response_ids: Ids
+    temperature: float = 1.0
+    spans: Spans = None
+    experts: NDArray[Any] | None = None
+    pictures: PromptPictures | None = None
+
+
+ModelRow: TypeAlias = TrainRow | SampleRow
+
+
+def model_rows(
+    batch: Batch, temperature: float = 1.0, pictures: Sequence[PromptPictures | None] = ()
+) -> list[SampleRow]:
+    """Returns what a model reads of the rows of a batch."""
+    columns = [batch[name] if name in batch.columns else [None] * len(batch) for name in (SPANS, EXPERTS)]
+    return [
+        SampleRow(prompt.astype(np.int64), response.astype(np.int64), temperature, spans, experts, seen)
+        for prompt, response, spans, experts, seen in zip(
+            batch["prompt_ids"], batch["response_ids"], *columns, pictures or [None] * len(batch), strict=True
+        )
+    ]
+
+
+class Context(NamedTuple):
+    """Holds token ids of a conversation. sampled: tokens of the response that the policy sampled; the others were given
+    to it. experts: [tokens, numbers of a token], where they are recorded."""
 
     prompt: Ids
     response: Ids
-    sampled: Sampled
+    sampled: Ids | slice
+    temperature: float
+    experts: NDArray[Any] | None
+    pictures: PromptPictures | None
 
 
-def contexts_of(prompt: Ids, response: Ids, spans: Spans) -> list[Context]:
+def contexts_of(row: ModelRow) -> list[Context]:
     """Returns the contexts of a row, in the order in which they began."""
-    if spans is None:
-        return [Context(prompt, response, ALL_SAMPLED)]
+    tokens = len(row.prompt_ids) + len(row.response_ids)
+    experts = None if row.experts is None else row.experts.reshape(tokens, -1)
+    if row.spans is None:
+        return [Context(row.prompt_ids, row.response_ids, ALL_SAMPLED, row.temperature, experts, row.pictures)]
+    assert row.pictures is None, "episodes have no pictures"
+    ids = np.concatenate([row.prompt_ids, row.response_ids])
     found = []
     begin = 0
-    context = prompt
-    for first, last in _turns_of_contexts(spans):
-        own = spans[2 * first : 2 * last].copy()
-        following = -min(0, int(own[-1]))  # The prompt of the next context.
-        own[-1] = max(0, own[-1])
-        end = begin + int(own.sum())
-        found.append(Context(context, response[begin:end], sampled_places(own)))
-        context = response[end : end + following]
-        begin = end + following
+    for prompt, own in _spans_of_contexts(len(row.prompt_ids), row.spans):
+        first = begin + prompt
+        end = first + int(own.sum())
+        part = None if experts is None else experts[begin:end]
+        found.append(Context(ids[begin:first], ids[first:end], sampled_places(own), row.temperature, part, None))
+        begin = end
     return found
 
 
-def are_plain(spans: Sequence[Spans]) -> bool:
-    """Returns whether the policy sampled every token of all these responses, so that each row is one context."""
-    return all(own is None for own in spans)
+def padded_sizes(rows: Sequence[ModelRow]) -> tuple[list[int], list[int]]:
+    """Returns the tokens of the longest context of each row, and the number of its contexts."""
+    sizes = [
+        [len(row.prompt_ids) + len(row.response_ids)]
+        if row.spans is None
+        else [prompt + int(own.sum()) for prompt, own in _spans_of_contexts(len(row.prompt_ids), row.spans)]
+        for row in rows
+    ]
+    return [max(own) for own in sizes], [len(own) for own in sizes]
 
 
-def padded_sizes(prompts: Sequence[int], spans: Sequence[Spans], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the tokens of the longest context of each row, and the number of its contexts. prompts, lengths: tokens
-    of the prompt and of the whole row."""
-    if are_plain(spans):
-        return [*lengths], [1] * len(lengths)
-    longest = []
-    numbers = []
-    for prompt, own, length in zip(prompts, spans, lengths, strict=True):
-        sizes = [length] if own is None or np.all(own >= 0) else _sizes(prompt, own)
-        longest.append(max(sizes))
-        numbers.append(len(sizes))
-    return longest, numbers
-
-
-def _sizes(prompt: int, spans: NDArray[np.int32]) -> list[int]:
-    sizes = []
-    for first, last in _turns_of_contexts(spans):
-        following = -min(0, int(spans[2 * last - 1]))
-        sizes.append(prompt + int(np.abs(spans[2 * first : 2 * last]).sum()) - following)
-        prompt = following
-    return sizes
-
-
-def _turns_of_contexts(spans: NDArray[np.int32]) -> list[tuple[int, int]]:
-    """Returns the first turn of each context and the one after its last."""
-    ends = [*(np.flatnonzero(spans[1::2] < 0) + 1).tolist(), len(spans) // 2]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+def _spans_of_contexts(prompt: int, spans: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    """Yields the tokens of the prompt of each context, and its spans. prompt: tokens of that of the row."""
+    for own in np.split(spans, 2 * np.flatnonzero(spans[1::2] < 0) + 2):
+        yield prompt, np.maximum(own, 0)
+        prompt = -min(0, int(own[-1]))

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -12,13 +13,21 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.models.lora import published_tensors
 from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
 from asyncrl.engines.ranks.shards import HeldModel
 from asyncrl.engines.ranks.weight_gathering import TrainedWeights
 from asyncrl.engines.training.micro_batches import MaskedRow, mask_counts, mask_rows, micro_batches
-from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.models_with_heads import LoadedModel
+from asyncrl.engines.training.optimizer import Optimizer, check_same
 from asyncrl.engines.training.train_rows import TrainRow, padded_sizes
-from asyncrl.engines.training.trainer_checkpoint import StateCopy
+from asyncrl.engines.training.trainer_checkpoint import (
+    AdaptedModel,
+    StateCopy,
+    own_state,
+    whole_state,
+    write_model,
+)
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import CUT_SHORT, LEFT_OUT, Canary, TrainedSample
@@ -125,13 +134,18 @@ class StepInParts(ABC):
 
 class Trainer(ABC):
     """Trains one model. Not thread-safe: all calls come from one thread. lane: draws forward and backward passes, which
-    a GPU may still compute when they end here, and optimizer steps."""
+    a GPU may still compute when they end here, and optimizer steps. prepared: the folder that the weights came from,
+    which a checkpoint before the first update links to; None: each checkpoint holds its weights, as that of a new head,
+    which is in no folder."""
 
     config: Config
     mesh: RankMesh
+    model: LoadedModel
     optimizer: Optimizer
     lane: Lane = staticmethod(undrawn)
+    prepared: Path | None = None
     _held: HeldModel
+    _adapted: AdaptedModel | None = None
 
     @property
     def updates(self) -> int:
@@ -141,14 +155,27 @@ class Trainer(ABC):
     def trained_weights(self) -> TrainedWeights:
         return TrainedWeights(self._held.whole, self.optimizer.parts_moved)
 
-    @property
-    @abstractmethod
-    def packs(self) -> bool:
-        """Returns whether the model computes packed rows."""
+    def _facts(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside model and optimizer. All ranks call it together."""
+        return {}
 
-    @abstractmethod
     def copy_state(self, extra: dict[str, Any]) -> StateCopy:
-        """Copies the state for a checkpoint, with the plain values `extra`."""
+        """Copies model and state for a checkpoint, with the plain values `extra`. Ranks that share out the weights copy
+        their parts; else, and of adapters, rank 0 copies the whole. Raises WeightsError when ranks that should hold the
+        same weights do not."""
+        mesh = self.mesh
+        copy = self.config.training.background_checkpoints
+        with mesh.failing():
+            check_same(mesh, self.optimizer.parameters)
+            facts = self._facts()
+            named = None if self._adapted is None else published_tensors(self.model.whole)
+            parts, weights, states = self._held.copied(self.optimizer, named, copy=copy)
+        if mesh.rank > 0:
+            return StateCopy(own_state(), None, mesh.rank, parts, mesh.size)
+        state = whole_state(self.optimizer, mesh.size, states, extra=extra, **facts)
+        # Adapters are small, and ranks with parts write them apart: their checkpoints stay as they are.
+        linked = None if self.updates or self._adapted or parts else self.prepared
+        return StateCopy(state, partial(write_model, self.model, weights, self._adapted, linked), 0, parts, mesh.size)
 
     def save(self, directory: Path, extra: dict[str, Any]) -> dict[str, str]:
         """Writes model/ and trainer.pt below `directory`. Returns the sha256 (hex) of each file by relative path."""
@@ -183,7 +210,7 @@ class TrainingStep(StepInParts):
         self._mesh = trainer.mesh
         self._optimizer = trainer.optimizer
         self._lane = trainer.lane
-        self._packs = trainer.packs
+        self._packs = trainer.model.packs
         staleness = config.staleness
         truncated = config.algorithm.mask_truncated
         self._rows = mask_rows(rows, incarnation, version, staleness.limit, staleness.policy, truncated)
@@ -306,9 +333,7 @@ class TrainingStep(StepInParts):
     def _micro_batches(self, rows: Sequence[MaskedRow]) -> Iterator[list[MaskedRow]]:
         """Yields the rows of each pass; none where only other ranks still have rows, see `RankMesh.in_step`."""
         budget = self._config.training.micro_batch_tokens
-        spans = [row.row.spans for row in rows]
-        prompts = [len(row.row.prompt_ids) for row in rows]
-        longest, contexts = padded_sizes(prompts, spans, [row.tokens for row in rows])
+        longest, contexts = padded_sizes([item.row for item in rows])
         parts = micro_batches(longest, budget, contexts, packed=self._packs)
         yield from self._mesh.in_step([[rows[index] for index in indices] for indices in parts])
 

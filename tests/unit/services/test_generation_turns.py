@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
-from asyncrl.engines.training.train_rows import contexts_of
+from asyncrl.engines.training.train_rows import SampleRow, contexts_of
 from asyncrl.environments.transcript import context_message
 from asyncrl.errors import TaskError
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
@@ -184,7 +184,7 @@ async def test_an_environment_begins_contexts_of_which_each_is_seen_alone(
             prompt, response, logprobs, _, spans, *_ = columns_of(service, row)
             assert (row.turns, row.tokens) == (3, len(logprobs))
             assert row.given == -spans[1] - spans[3] > 0 > max(spans[1], spans[3])
-            first, second, third = contexts_of(prompt, response, spans)
+            first, second, third = contexts_of(SampleRow(prompt, response, spans=spans))
             assert tokenizer.decode(second.prompt) == "<system><eos><eos><assistant>b<eos><user>c<eos><assistant>"
             assert second.prompt.tolist().count(tokenizer.eos_token_id) == 3, "what looks like an end is text"
             before = [*first.prompt, *first.response]

@@ -66,7 +66,7 @@ def test_a_taste_is_learnt_and_the_model_loads_as_a_reward_model(
     model = load_score_model(folder, "cpu")
     after = (10, 2) if turns else ()
     scores = {
-        text: model.scores([torch.tensor([1, 2, 3]).numpy()], [torch.tensor([*ids, 0]).numpy()]).item()
+        text: model.scores([torch.tensor([1, 2, 3, *ids, 0]).numpy()]).item()
         for text, ids in {"liked": (4, 5, 1, *after), "not": (4, 5, 2, *after)}.items()
     }
     assert scores["liked"] > 0 > scores["not"]

@@ -25,7 +25,7 @@ from asyncrl.engines.training.models_with_heads import (
     token_logprobs,
 )
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.train_rows import TrainRow, columns_of
+from asyncrl.engines.training.train_rows import SampleRow, TrainRow, columns_of
 from asyncrl.engines.training.training_step import run_step
 from tests.unit.engines.experts.test_recorded_experts import engine_of
 from tests.unit.engines.generation.conftest import drain, requests
@@ -64,15 +64,14 @@ def test_recorded_experts_are_used_with_weights_renormalised_and_gradient(family
     folder = tiny_model(family, tmp_path, **changes)
     model = load_causal_model(folder, "cpu", replay=True)
     plain = load_causal_model(folder, "cpu")
-    ids = [np.arange(5, 25), np.arange(40, 50)], [np.arange(60, 70), np.arange(80, 97)]
-    record = [np.tile(np.array([0, 3], np.uint8), (len(p) + len(r), 4)) for p, r in zip(*ids, strict=True)]
-    rows = lay_out_rows(*ids, 1.0, CPU, experts=[each.reshape(-1) for each in record])
-    found, _ = token_logprobs(model, rows, 1000)
+    ids = [(np.arange(5, 25), np.arange(60, 70)), (np.arange(40, 50), np.arange(80, 97))]
+    rows = [SampleRow(p, r, experts=np.tile(np.array([0, 3], np.uint8), 4 * (len(p) + len(r)))) for p, r in ids]
+    found, _ = token_logprobs(model, lay_out_rows(rows, CPU), 1000)
     for router in plain.whole.modules():
         if type(router).__name__ in WEIGHTS:
             masked = torch.tensor([0.0, -torch.inf, -torch.inf, 0.0])
             router.forward = _without_others(router, masked)
-    expected, _ = token_logprobs(plain, lay_out_rows(*ids, 1.0, CPU), 1000)
+    expected, _ = token_logprobs(plain, lay_out_rows(rows, CPU, replayed=False), 1000)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     found.sum().backward()
     for name, parameter in model.whole.named_parameters():
@@ -119,24 +118,20 @@ def test_other_experts_change_the_log_probs_back_and_forth(
     folder = tiny_model("qwen3_moe", tmp_path)
     rows = rows_of(drain(engine_of(folder), requests(12, max_new_tokens=20)))
     replayed, plain = (load_causal_model(folder, "cpu", replay=replay) for replay in (True, False))
-    prompts = [row.prompt_ids for row in rows]
-    responses = [row.response_ids for row in rows]
+    prompt = rows[0].prompt_ids
     for model in (replayed, plain):
         with torch.no_grad():
             for name, parameter in model.whole.named_parameters():
                 if name.endswith("gate.weight"):
                     parameter.mul_(0.1).add_(torch.randn(parameter.shape, generator=torch.manual_seed(3)) * 0.05)
-    canary = logprobs_after(plain, prompts[0])
-    torch.testing.assert_close(logprobs_after(replayed, prompts[0]), canary, rtol=0, atol=0)
-    experts = [row.experts for row in rows]
-    temperatures = [1.0] * len(rows)
+    canary = logprobs_after(plain, prompt)
+    torch.testing.assert_close(logprobs_after(replayed, prompt), canary, rtol=0, atol=0)
     distance = {}
-    for name, model, given in (("replayed", replayed, experts), ("plain", plain, ())):
-        found = frozen_logprobs(model, prompts, responses, temperatures, 100, experts=given)
-        pairs = zip(found, rows, strict=True)
+    for name, model in (("replayed", replayed), ("plain", plain)):
+        pairs = zip(frozen_logprobs(model, rows, 100, replayed=model is replayed), rows, strict=True)
         distance[name] = float(np.mean(np.concatenate([np.abs(own - row.logprobs) for own, row in pairs])))
     assert distance["replayed"] < 0.8 * distance["plain"]
-    torch.testing.assert_close(logprobs_after(replayed, prompts[0]), canary, rtol=0, atol=0)
+    torch.testing.assert_close(logprobs_after(replayed, prompt), canary, rtol=0, atol=0)
 
 
 def test_each_context_and_pass_gets_the_experts_of_its_own_tokens() -> None:
@@ -144,9 +139,12 @@ def test_each_context_and_pass_gets_the_experts_of_its_own_tokens() -> None:
     spans = [np.array([3, 2, 1, -4, 2, 0], np.int32), np.array([5, 0], np.int32)]
     prompts = [np.arange(3), np.arange(50, 52)]
     responses = [np.arange(3, 15), np.arange(52, 57)]
-    experts = [np.concatenate(pair).astype(np.uint8) for pair in zip(prompts, responses, strict=True)]
+    given = [
+        SampleRow(prompt, response, spans=own, experts=np.concatenate([prompt, response]).astype(np.uint8))
+        for prompt, response, own in zip(prompts, responses, spans, strict=True)
+    ]
     for budget in (1000, 12):
-        rows = lay_out_rows(prompts, responses, 1.0, CPU, 0, spans, budget, experts)
+        rows = lay_out_rows(given, CPU, budget=budget)
         assert len(rows.passes) == (1 if budget == 1000 else 3)
         for each in rows.passes:
             assert each.experts is not None
@@ -206,14 +204,12 @@ def mismatch(trainer: PolicyTrainer, rows: list[TrainRow], *, replayed: bool) ->
     """Returns mean |log-prob of the trainer - log-prob of the engine|, and the share of choices that differ."""
     model = trainer.model
     assert model.replay is not None
-    prompts = [row.prompt_ids for row in rows]
-    responses = [row.response_ids for row in rows]
-    padded = lay_out_rows(prompts, responses, 1.0, model.device, experts=[row.experts for row in rows])
+    padded = lay_out_rows(rows, model.device)
     record = padded.passes[0].experts
     shape = model.replay.shape
     assert record is not None
     if not replayed:
-        padded = lay_out_rows(prompts, responses, 1.0, model.device)
+        padded = lay_out_rows(rows, model.device, replayed=False)
         choices = OtherChoices(model, shape)
     with torch.no_grad():
         found, _ = token_logprobs(model, padded, 4096)

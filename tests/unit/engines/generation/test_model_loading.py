@@ -21,6 +21,7 @@ from asyncrl.engines.models.model_loading import load_pretrained
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.train_rows import SampleRow
 from asyncrl.errors import ConfigError
 
 
@@ -89,7 +90,7 @@ def test_static_scaling_is_that_of_the_trainer_whatever_lies_beside(
     for each in done.values():
         prompt = each.request.prompt.astype(np.int64)
         tokens = each.tokens.astype(np.int64)
-        (alone,) = frozen_logprobs(model, [prompt], [tokens], [1.0], 1024)
+        (alone,) = frozen_logprobs(model, [SampleRow(prompt, tokens)], 1024)
         np.testing.assert_allclose(each.logprobs, alone, atol=5e-5)
         ids = torch.from_numpy(np.concatenate([prompt, tokens]))[None]
         assert not torch.allclose(plain(ids).logits, model.whole(ids).logits, atol=1e-2), "the scaling changes nothing"
@@ -114,7 +115,7 @@ def test_frequencies_that_follow_the_longest_row_are_served_within_the_original_
     for each in done.values():
         prompt = each.request.prompt.astype(np.int64)
         tokens = each.tokens.astype(np.int64)
-        (alone,) = frozen_logprobs(model, [prompt], [tokens], [1.0], 1024)
+        (alone,) = frozen_logprobs(model, [SampleRow(prompt, tokens)], 1024)
         np.testing.assert_allclose(each.logprobs, alone, atol=5e-5)
 
 

@@ -1,4 +1,4 @@
-"""The tiny models and requests of the engine's tests, and the rows of the trainer's."""
+"""The tiny models and requests of the engine's tests."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,6 @@ from asyncrl.config.schema import Config
 from tests.unit.engines.generation.conftest import drain as drain
 from tests.unit.engines.generation.conftest import model_folder as model_folder
 from tests.unit.engines.generation.conftest import requests as requests
-from tests.unit.engines.training.conftest import make_rows as make_rows
 
 LORA = {"rank": 4, "alpha": 8.0}
 

@@ -15,28 +15,18 @@ from asyncrl.engines.training import models_with_heads
 from asyncrl.engines.training.micro_batches import lay_out_rows
 from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.train_rows import TrainRow
-from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import WeightsError
 from tests.unit.engines.generation.conftest import make_model
+from tests.unit.engines.training.tiny_training import make_rows, step
 
 MakeConfig = Callable[..., Config]
-MakeRows = Callable[..., list[TrainRow]]
-INCARNATION = 1
-VERSION = 5
 
 
 def tensors(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: each.detach().clone() for name, each in trainer.model.whole.named_parameters()}
 
 
-def step(trainer: PolicyTrainer, rows: list[TrainRow]) -> dict[str, float]:
-    outcome = run_step(trainer, rows, INCARNATION, VERSION)
-    assert not outcome.skipped
-    return outcome.metrics
-
-
-def test_a_step_changes_adapters_and_nothing_else(folder: Path, config: MakeConfig, make_rows: MakeRows) -> None:
+def test_a_step_changes_adapters_and_nothing_else(folder: Path, config: MakeConfig) -> None:
     trainer = PolicyTrainer(config(), folder)
     before = tensors(trainer)
     step(trainer, make_rows())
@@ -47,9 +37,7 @@ def test_a_step_changes_adapters_and_nothing_else(folder: Path, config: MakeConf
     assert len(moments) == len(changed) == 2 * 7 * 2
 
 
-def test_a_resumed_trainer_goes_on_bit_for_bit(
-    folder: Path, config: MakeConfig, make_rows: MakeRows, tmp_path: Path
-) -> None:
+def test_a_resumed_trainer_goes_on_bit_for_bit(folder: Path, config: MakeConfig, tmp_path: Path) -> None:
     settings = config(lora={"dropout": 0.2})
     trainer = PolicyTrainer(settings, folder)
     step(trainer, make_rows())
@@ -80,7 +68,7 @@ def test_adapters_on_another_base_model_are_refused(folder: Path, config: MakeCo
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_the_base_model_in_the_trainer_replaces_a_reference_service(
-    kl_in: str, folder: Path, config: MakeConfig, make_rows: MakeRows
+    kl_in: str, folder: Path, config: MakeConfig
 ) -> None:
     """Adapters after two steps: as if a service had computed the log-probs with a model of its own."""
     given: dict[str, Any] = {"kl": 0.3, "kl_in": kl_in, "kl_estimator": "k1" if kl_in == "reward" else "k3"}
@@ -88,7 +76,7 @@ def test_the_base_model_in_the_trainer_replaces_a_reference_service(
     model = load_causal_model(folder, "cpu")
     found = []
     rows = [replace(rows[0], versions=rows[0].versions - 4), *rows[1:]]  # One has no token that trains.
-    own = frozen_logprobs(model, [r.prompt_ids for r in rows], [r.response_ids for r in rows], [1.0] * len(rows), 1024)
+    own = frozen_logprobs(model, rows, 1024)
     with_reference = [replace(row, reference_logprobs=each) for row, each in zip(rows, own, strict=True)]
     for by_trainer, last in ((True, rows), (False, with_reference)):
         settings = config(algorithm=given)
@@ -100,7 +88,7 @@ def test_the_base_model_in_the_trainer_replaces_a_reference_service(
             whole = settings.model.model_copy(update={"lora": None})
             trainer.config = settings.model_copy(update={"model": whole})
             assert trainer.config.reference_by_service
-        metrics = step(trainer, last)
+        metrics = step(trainer, last).metrics
         found.append((metrics["policy/kl_reference"], tensors(trainer)))
         assert all(layer.applied for _, layer in adapted(trainer.model.whole))
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
@@ -110,7 +98,7 @@ def test_the_base_model_in_the_trainer_replaces_a_reference_service(
 
 
 def test_passes_that_are_computed_again_drop_the_same_inputs(
-    folder: Path, config: MakeConfig, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch
+    folder: Path, config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of several passes recompute each of them in the backward pass, and draw the masks of the first one."""
     found = []
@@ -119,9 +107,8 @@ def test_passes_that_are_computed_again_drop_the_same_inputs(
         fill_for_probe(trainer.model.whole)
         rows = [row for row in make_rows(4) if len(row.response_ids) > 1]
         spans = [np.array([1, 0, len(row.response_ids) - 1, 0], np.int32) for row in rows]
-        prompts = [row.prompt_ids for row in rows]
-        responses = [row.response_ids for row in rows]
-        padded = lay_out_rows(prompts, responses, 1.0, torch.device("cpu"), spans=spans, budget=20)
+        rows = [replace(row, spans=own) for row, own in zip(rows, spans, strict=True)]
+        padded = lay_out_rows(rows, torch.device("cpu"), budget=20)
         assert len(padded.passes) > 1
         if not recomputed:
             monkeypatch.setattr(models_with_heads, "checkpoint", lambda function, rows, **_: function(rows))

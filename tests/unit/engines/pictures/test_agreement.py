@@ -91,17 +91,8 @@ def test_generation_trainer_and_reference_agree(folder: Path, prompts: Prompts, 
         assert np.abs(each.logprobs - plain(each)).max() < 1e-4
     rows = [row(each) for each in done.values()]
     reference = load_causal_model(folder, "cpu")
-    columns = [each.prompt_ids for each in rows], [each.response_ids for each in rows]
     for budget in (1e9, 120):
-        found = frozen_logprobs(
-            reference,
-            *columns,
-            [TEMPERATURE] * len(rows),
-            1024,
-            budget=budget,
-            pictures=[each.pictures for each in rows],
-        )
-        for each, logprobs in zip(rows, found, strict=True):
+        for each, logprobs in zip(rows, frozen_logprobs(reference, rows, 1024, budget), strict=True):
             assert np.abs(logprobs - each.logprobs).max() < 1e-4
     outcome = run_step(PolicyTrainer(config(training={"updates": 2}), folder), rows, 0, 0)
     assert outcome.metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-4)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +13,18 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.critic_trainer import CriticTrainer
-from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
 from asyncrl.engines.training.packed_rows import pack_rows
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.train_rows import TrainRow
-from asyncrl.engines.training.training_step import StepOutcome, Trainer, run_step
+from tests.unit.engines.training.tiny_training import (
+    KNOWN,
+    assert_close,
+    gradients,
+    logprobs_now,
+    make_config,
+    make_episodes,
+)
 
-KNOWN = 50
 MAX_TOKENS = 96
 TEMPERATURE = 0.8
 ALGORITHMS = {
@@ -110,24 +115,8 @@ def loss_by_hand(model: torch.nn.Module, rows: Sequence[TrainRow], algorithm: st
     return total
 
 
-def step(trainer: Trainer, rows: Sequence[TrainRow]) -> tuple[StepOutcome, list[Tensor]]:
-    """Returns the outcome, and the gradients of the first update."""
-    found: dict[torch.nn.Parameter, Tensor] = {}
-    for parameter in trainer.optimizer.parameters:
-        parameter.register_post_accumulate_grad_hook(lambda p: found.update({p: p.grad.clone()}))
-    outcome = run_step(trainer, rows, 1, 5)
-    return outcome, [found[parameter] for parameter in trainer.optimizer.parameters]
-
-
-def expect_gradients(found: Sequence[Tensor], model: torch.nn.Module) -> None:
-    expected = [parameter.grad for parameter in model.parameters()]
-    assert max(float(each.abs().max()) for each in found) > 1e-3
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-
-
 @pytest.fixture
-def rows(tiny: Path, make_episodes: Callable, request: pytest.FixtureRequest) -> list[TrainRow]:
+def rows(tiny: Path, request: pytest.FixtureRequest) -> list[TrainRow]:
     """Episodes of which five share a prompt, sampled by a policy near the one that trains. With "ppo by token" each
     sampled token has a reward."""
     by_token = "ppo by token" in request.node.name
@@ -151,7 +140,7 @@ def rows(tiny: Path, make_episodes: Callable, request: pytest.FixtureRequest) ->
 
 
 @pytest.fixture
-def config(make_config: Callable, request: pytest.FixtureRequest) -> Config:
+def config(request: pytest.FixtureRequest) -> Config:
     return make_config(algorithm=ALGORITHMS[request.param], critic={"value_clip": 0.0}, **EPISODES)
 
 
@@ -162,10 +151,10 @@ def test_a_policy_learns_what_plain_autograd_says(
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     expected = loss_by_hand(model, rows, algorithm)
     expected.backward()
-    outcome, gradients = step(PolicyTrainer(config, tiny), rows)
+    outcome, found = gradients(PolicyTrainer(config, tiny), rows)
     assert outcome.metrics["loss/policy"] + outcome.metrics["loss/kl"] == pytest.approx(expected.item(), abs=1e-6)
     assert 0 < outcome.metrics["policy/clip_frac"] < 1
-    expect_gradients(gradients, model)
+    assert_close(found, [parameter.grad for parameter in model.parameters()])
 
 
 @pytest.mark.parametrize("config", ["ppo", "ppo by token"], indirect=True)
@@ -184,26 +173,22 @@ def test_a_critic_learns_what_plain_autograd_says(config: Config, tiny: Path, ro
         values = twin(input_ids=whole(row)[None]).logits[0, :, 0][states_of(row)]
         returns = torch.tensor(advantages_by_hand(row, "ppo")) + torch.from_numpy(row.values)
         loss = loss + (values - returns).square().sum() / 2 / tokens
-        (found,) = critic.values([row.prompt_ids], [row.response_ids], [row.spans])
-        np.testing.assert_allclose(found, values.detach().numpy(), atol=1e-6, rtol=1e-5)
+        (valued,) = critic.values([row])
+        np.testing.assert_allclose(valued, values.detach().numpy(), atol=1e-6, rtol=1e-5)
     loss.backward()
-    outcome, gradients = step(critic, rows)
+    outcome, found = gradients(critic, rows)
     assert outcome.metrics["critic/loss"] == pytest.approx(loss.item(), abs=1e-6)
-    expect_gradients(gradients, twin)
+    assert_close(found, [parameter.grad for parameter in twin.parameters()])
 
 
-def test_a_given_token_changes_what_comes_after_it(tiny: Path, make_episodes: Callable) -> None:
+def test_a_given_token_changes_what_comes_after_it(tiny: Path) -> None:
     """The policy sees it, and is asked for no probability of it."""
     (row,) = make_episodes(1)
     assert row.spans is not None
     assert row.spans.tolist() == [5, 3, 4, 0]
     other = row.response_ids.copy()
     other[6] = (other[6] + 1) % KNOWN
-    model = load_causal_model(tiny, "cpu")
-    first, second = (
-        frozen_logprobs(model, [row.prompt_ids], [response], [1.0], 1024, [row.spans])[0]
-        for response in (row.response_ids, other)
-    )
+    first, second = logprobs_now(tiny, [row, dataclasses.replace(row, response_ids=other)])
     assert len(first) == len(second) == 9
     np.testing.assert_array_equal(first[:5], second[:5])
     assert np.all(first[5:] != second[5:])

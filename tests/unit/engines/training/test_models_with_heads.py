@@ -1,6 +1,5 @@
 """What the trainer computes with: no dropout, float32 masters, and no more of the head than the tokenizer knows."""
 
-import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,47 +19,35 @@ from asyncrl.engines.training.models_with_heads import (
     load_value_model,
 )
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.training_step import run_step
+from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ConfigError
-
-INCARNATION = 1
-VERSION = 5
-FROZEN = {"learning_rate": 0.0}
-
-
-def weights(engine: PolicyTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.float().clone() for name, tensor in engine.named_tensors().items()}
+from tests.unit.engines.training.tiny_training import VERSION, changed, make_config, make_rows, step, weights
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.trap("dropout")
-def test_dropout_is_off_in_training(
-    checkpointing: bool, make_model: Callable, make_rows: Callable, make_config: Callable
-) -> None:
-    folder = make_model("llama", attention_dropout=0.5)
-    config = make_config(training={"gradient_checkpointing": checkpointing, **FROZEN})
-    engine = PolicyTrainer(config, folder)
+def test_dropout_is_off_in_training(checkpointing: bool, make_model: Callable[..., Path]) -> None:
+    config = make_config(training={"gradient_checkpointing": checkpointing, "learning_rate": 0.0})
+    engine = PolicyTrainer(config, make_model("llama", attention_dropout=0.5))
     rows = make_rows(6)
     assert engine.model.whole.training
-    first, second = (run_step(engine, rows, INCARNATION, VERSION) for _ in range(2))
+    first, second = (step(engine, rows) for _ in range(2))
     assert first.metrics == second.metrics
 
 
 @pytest.mark.trap("dropout")
-def test_dropout_is_off_in_reference_and_critic(make_model: Callable, make_rows: Callable) -> None:
+def test_dropout_is_off_in_reference_and_critic(make_model: Callable[..., Path]) -> None:
     folder = make_model("llama", attention_dropout=0.5)
     rows = make_rows(6)
-    prompts = [row.prompt_ids for row in rows]
-    responses = [row.response_ids for row in rows]
     reference = load_causal_model(folder, "cpu")
     reference.whole.train()
-    first, second = (frozen_logprobs(reference, prompts, responses, [1.0] * 6, 1024) for _ in range(2))
+    first, second = (frozen_logprobs(reference, rows, 1024) for _ in range(2))
     assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
     critic = load_value_model(folder, "cpu")
     critic.whole.train()
     with torch.no_grad():
         critic.head.weight.normal_()
-        values = [critic.values(lay_out_rows(prompts, responses, [1.0] * 6, critic.device)) for _ in range(2)]
+        values = [critic.values(lay_out_rows(rows, critic.device)) for _ in range(2)]
     assert values[0].abs().max() > 0.1
     assert torch.equal(*values)
 
@@ -70,16 +57,12 @@ def test_a_new_head_is_loaded_without_a_word(tiny: Path, capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("", "")
 
 
-def test_values_are_not_rounded_to_bfloat16(tiny: Path, make_rows: Callable) -> None:
+def test_values_are_not_rounded_to_bfloat16(tiny: Path) -> None:
     """Near scores would be equal, and their advantages 0."""
-    rows = make_rows(6)
     critic = load_value_model(tiny, "cpu", "bfloat16")
-    padded = lay_out_rows(
-        [row.prompt_ids for row in rows], [row.response_ids for row in rows], [1.0] * 6, critic.device
-    )
     with torch.no_grad():
         critic.head.weight.normal_()
-        values = critic.values(padded)
+        values = critic.values(lay_out_rows(make_rows(6), critic.device))
     assert values.dtype == torch.float32
     assert not torch.equal(values, values.bfloat16().float())
 
@@ -99,23 +82,19 @@ def test_a_float32_head_rounds_no_logit_and_passes_its_gradient(tiny: Path) -> N
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_trainer_takes_its_head_from_the_config(tiny: Path, make_config: Callable, exact: bool) -> None:
+def test_the_trainer_takes_its_head_from_the_config(tiny: Path, exact: bool) -> None:
     config = make_config(model={"name": "tiny", "float32_head": exact}, training={"precision": "bfloat16"})
     assert PolicyTrainer(config, tiny).model.float32_head is exact
 
 
-def test_bfloat16_autocast_trains_close_to_float32(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
-    rows = make_rows(10)
-    exact = run_step(PolicyTrainer(make_config(), tiny), rows, INCARNATION, VERSION)
-    rough = run_step(PolicyTrainer(make_config(training={"precision": "bfloat16"}), tiny), rows, INCARNATION, VERSION)
-    assert rough.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=0.1)
-    assert rough.metrics["policy/entropy"] != exact.metrics["policy/entropy"]
+def test_bfloat16_autocast_trains_close_to_float32(train: Callable[..., StepOutcome]) -> None:
+    exact, rough = (train(make_rows(10), training={"precision": each}).metrics for each in ("float32", "bfloat16"))
+    assert rough["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.1)
+    assert rough["policy/entropy"] != exact["policy/entropy"]
 
 
 @pytest.mark.trap("small_updates")
-def test_master_weights_move_at_a_rate_that_bfloat16_cannot_show(
-    tiny: Path, make_rows: Callable, make_config: Callable
-) -> None:
+def test_master_weights_move_at_a_rate_that_bfloat16_cannot_show(tiny: Path) -> None:
     engine = PolicyTrainer(make_config(training={"learning_rate": 1e-6}), tiny)
     rows = make_rows(4)
     start = weights(engine)
@@ -123,8 +102,7 @@ def test_master_weights_move_at_a_rate_that_bfloat16_cannot_show(
     shown = []
     before = start
     for version in range(VERSION, VERSION + 100):
-        fresh = [dataclasses.replace(row, versions=np.full(len(row.versions), version)) for row in rows]
-        run_step(engine, fresh, INCARNATION, version)
+        step(engine, changed(rows, versions=lambda row, v=version: np.full(len(row.versions), v)), version)
         after = weights(engine)
         moved.append(changed_share(before, after))
         shown.append(changed_share(published(before), published(after)))
@@ -139,15 +117,15 @@ def published(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def changed_share(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
-    changed = torch.cat([(before[name] != after[name]).flatten() for name in before])
-    return float(changed.float().mean())
+    different = torch.cat([(before[name] != after[name]).flatten() for name in before])
+    return float(different.float().mean())
 
 
 @pytest.mark.trap("padded_vocabulary")
-def test_padding_ids_of_the_head_get_no_gradient(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
+def test_padding_ids_of_the_head_get_no_gradient(tiny: Path) -> None:
     engine = PolicyTrainer(make_config(), tiny)
     before = weights(engine)["lm_head.weight"]
-    run_step(engine, make_rows(4), INCARNATION, VERSION)
+    step(engine, make_rows(4))
     after = weights(engine)["lm_head.weight"]
     assert torch.equal(before[50:], after[50:])
     assert not torch.equal(before[:50], after[:50])

@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_families import PACKING, can_pack
 from asyncrl.engines.training.micro_batches import lay_out_rows, micro_batches
 from asyncrl.engines.training.models_with_heads import (
@@ -26,38 +25,30 @@ from asyncrl.engines.training.models_with_heads import (
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.packed_rows import TILE, PackedAttention, RowSegment, SegmentVisibility, pack_rows
 from asyncrl.engines.training.train_rows import TrainRow
+from tests.unit.engines.training.tiny_training import logprobs_now, make_config, make_rows
 
 TOLERANCE = 2e-5
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def groups(make_rows: Callable[..., list[TrainRow]]) -> list[TrainRow]:
+def groups() -> list[TrainRow]:
     """Rows of three prompts of which the second stands between samples of the first, and one answer has one token."""
-    rows = make_rows(13)
+    rows = make_rows(13, temperature=0.7)
     chosen = [rows[index].prompt_ids for index in (0, 1, 0, 0, 1, 2, 0, 0, 1, 1, 0, 1, 0)]
     assert min(len(row.response_ids) for row in rows) == 1
     return [replace(row, prompt_ids=np.tile(ids, 3)) for row, ids in zip(rows, chosen, strict=True)]
 
 
-def columns(rows: list[TrainRow]) -> tuple[list[Any], list[Any]]:
-    return [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-
-
-def gradients(model: CausalModel, rows: list[TrainRow], weights: list[torch.Tensor], *, packs: bool) -> None:
-    padded = lay_out_rows(*columns(rows), [0.7] * len(rows), model.device, packs)
+def backward(model: CausalModel, rows: list[TrainRow], weights: list[torch.Tensor], *, packs: bool) -> None:
+    padded = lay_out_rows(rows, model.device, packs)
     assert (padded.passes[0].attention is not None) == packs
     (token_logprobs(model, padded, 1024)[0] * torch.cat(weights)).sum().backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(("family", "checkpointing"), [("llama", True), ("qwen2", False), ("qwen3", True)])
 def test_gradients_and_logprobs_are_those_of_rows_alone(
-    family: str,
-    checkpointing: bool,
-    make_model: Callable[..., Path],
-    make_config: Callable[..., Config],
-    groups: list[TrainRow],
+    family: str, checkpointing: bool, make_model: Callable[..., Path], groups: list[TrainRow]
 ) -> None:
     """Every token weighs something else, so that no two errors cancel."""
     folder = make_model(family)
@@ -66,14 +57,12 @@ def test_gradients_and_logprobs_are_those_of_rows_alone(
     alone = load_causal_model(folder, "cpu")
     Optimizer(together.whole, make_config(training={"gradient_checkpointing": checkpointing}).training, 1)
     weights = [torch.from_numpy(draw.normal(size=len(row.response_ids)).astype(np.float32)) for row in groups]
-    gradients(together, groups, weights, packs=True)
+    backward(together, groups, weights, packs=True)
     for row, weight in zip(groups, weights, strict=True):
-        gradients(alone, [row], [weight], packs=False)
+        backward(alone, [row], [weight], packs=False)
     for ours, expected in zip(together.whole.parameters(), alone.whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=TOLERANCE)
-    shared = frozen_logprobs(together, *columns(groups), [0.7] * len(groups), 1024)
-    for row, found in zip(groups, shared, strict=True):
-        (expected,) = frozen_logprobs(alone, *columns([row]), [0.7], 1024)
+    for found, expected in zip(frozen_logprobs(together, groups, 1024), logprobs_now(folder, groups), strict=True):
         np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
@@ -81,22 +70,23 @@ def test_values_of_a_critic_are_those_of_rows_alone(tiny: Path, groups: list[Tra
     critic = load_value_model(tiny, "cpu")
     torch.nn.init.normal_(critic.head.weight)
     with torch.no_grad():
-        shared = critic.values(lay_out_rows(*columns(groups), 1.0, critic.device, critic.packs))
-        alone = [critic.values(lay_out_rows(*columns([row]), 1.0, critic.device)) for row in groups]
+        shared = critic.values(lay_out_rows(groups, CPU, critic.packs))
+        alone = [critic.values(lay_out_rows([row], CPU)) for row in groups]
     torch.testing.assert_close(shared, torch.cat(alone), atol=TOLERANCE, rtol=1e-4)
 
 
 def test_an_answer_does_not_see_another_one(tiny: Path, groups: list[TrainRow]) -> None:
     model = load_causal_model(tiny, "cpu")
-    changed = list(groups)
-    changed[2] = replace(groups[2], response_ids=np.flip(groups[2].response_ids).copy())
-    before, after = (frozen_logprobs(model, *columns(rows), [1.0] * len(rows), 1024) for rows in (groups, changed))
+    other = list(groups)
+    other[2] = replace(groups[2], response_ids=np.flip(groups[2].response_ids).copy())
+    before, after = (frozen_logprobs(model, rows, 1024) for rows in (groups, other))
     equal = [np.array_equal(old, new) for old, new in zip(before, after, strict=True)]
     assert equal == [index != 2 for index in range(len(groups))]
 
 
 def test_each_prompt_stands_once_and_nothing_is_padded(groups: list[TrainRow]) -> None:
-    prompts, responses = columns(groups)
+    prompts = [row.prompt_ids for row in groups]
+    responses = [row.response_ids for row in groups]
     packed = pack_rows(prompts, responses, math.inf)
     assert packed is not None
     answers = sum(len(response) - 1 for response in responses)

@@ -12,16 +12,25 @@ import torch
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm_config import PRESETS, AlgorithmConfig
 from asyncrl.engines.training.micro_batches import MaskedRow, mask_rows, micro_batch
-from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_causal_model
 from asyncrl.engines.training.policy_loss import LARGEST, LossTerms, PolicyTotals, mismatch_metrics, policy_loss_terms
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.train_rows import TrainRow
-from asyncrl.engines.training.training_step import run_step
+from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS
+from tests.unit.engines.training.tiny_training import (
+    VERSION,
+    assert_close,
+    changed,
+    drawn,
+    gradients,
+    logprobs_now,
+    make_config,
+    make_rows,
+    near,
+    step,
+)
 
-INCARNATION = 1
-VERSION = 5
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "cap token": {"old_logprobs": "recomputed"},
     "cap sequence": {"old_logprobs": "recomputed", "correction_level": "sequence"},
@@ -31,87 +40,46 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "token k3": {"rejection": "token_k3", "rejection_high": 0.02},
     "cap and sequence k2": {"old_logprobs": "recomputed", "rejection": "sequence_k2", "rejection_high": 0.1},
 }
+ALGORITHMS = {preset: {"preset": preset, "entropy_bonus": 0.01, "kl": 0.1} for preset in PRESETS} | CORRECTIONS
+OF_THE_TRAINER = ("loss/", "policy/", "mismatch/", "mask/")
+Train = Callable[..., StepOutcome]
 
 
-@pytest.fixture
-def off_policy(tiny: Path, make_rows: Callable) -> Callable[..., list[TrainRow]]:
-    """Rows whose recorded log-probs are near the model's own, with a reference."""
-
-    def make(count: int = 14, spread: float = 0.25) -> list[TrainRow]:
-        rows = make_rows(count)
-        draw = np.random.default_rng(7)
-        valued = np.random.default_rng(8)
-        return [
-            dataclasses.replace(
-                row,
-                logprobs=(now + draw.normal(0, spread, len(now))).astype(np.float32),
-                reference_logprobs=(now + draw.normal(0, 0.3, len(now))).astype(np.float32),
-                values=valued.normal(0, 0.3, len(now)).astype(np.float32),
-                cost=float(valued.normal()),
-                cost_values=valued.normal(0, 0.3, len(now)).astype(np.float32),
-            )
-            for row, now in zip(rows, logprobs_now(tiny, rows), strict=True)
-        ]
-
-    return make
+def off_policy(folder: Path, count: int = 14, spread: float = 0.25) -> list[TrainRow]:
+    """Rows whose recorded log-probs are near the model's own, with a reference, and what critics say."""
+    rows = changed(near(folder, make_rows(count), 0), reference_logprobs=lambda row: row.logprobs)
+    noise = drawn(0, spread)
+    return changed(
+        rows,
+        logprobs=lambda row: row.logprobs + noise(row),
+        reference_logprobs=lambda row: row.logprobs + noise(row),
+        values=drawn(0, 0.3, 8),
+        cost=lambda row: float(np.sin(row.member)),
+        cost_values=drawn(0, 0.3, 9),
+    )
 
 
-def logprobs_now(folder: Path, rows: list[TrainRow]) -> list[np.ndarray]:
-    model = load_causal_model(folder, "cpu")
-    return [frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)[0] for row in rows]
-
-
-def gradient(config: Config, folder: Path, rows: list[TrainRow]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Of the first update, all parameters in one vector, and the metrics of the step."""
-    engine = PolicyTrainer(config, folder)
-    parameters = engine.optimizer.parameters
-    found: dict[torch.nn.Parameter, torch.Tensor] = {}
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(lambda p: found.update({p: p.grad.clone()}))
-    outcome = run_step(engine, rows, INCARNATION, VERSION)
-    return torch.cat([found[parameter].flatten() for parameter in parameters]), outcome.metrics
-
-
-def cost_of(algorithm: dict[str, Any]) -> dict[str, Any]:
-    """Of the section that Safe RLHF needs."""
-    return {"functions": ["exact_match"], "limit": 0.5} if algorithm.get("preset") == "safe_rlhf" else {}
-
-
-def assert_micro_batches_do_not_matter(
-    make_config: Callable, algorithm: dict[str, Any], folder: Path, rows: list[TrainRow]
-) -> None:
-    cost = cost_of(algorithm)
-    budgets = (100_000, 150, 36)
-    found = [
-        gradient(make_config(training={"micro_batch_tokens": budget}, algorithm=algorithm, cost=cost), folder, rows)[0]
-        for budget in budgets
-    ]
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.trap("micro_batches")
+def test_gradients_are_those_of_one_micro_batch_and_metrics_are_documented(name: str, tiny: Path) -> None:
+    rows = off_policy(tiny)
+    algorithm = ALGORITHMS[name]
+    cost = {"functions": ["exact_match"], "limit": 0.5} if name == "safe_rlhf" else {}
+    found = []
+    for budget in (100_000, 150, 36):
+        config = make_config(training={"micro_batch_tokens": budget}, algorithm=algorithm, cost=cost)
+        outcome, of_parameters = gradients(PolicyTrainer(config, tiny), rows)
+        found.append(of_parameters)
+        assert set(outcome.metrics) <= {*METRICS, *FURTHER_METRICS}
+        if name in PRESETS:
+            assert {each for each in METRICS if each.startswith(OF_THE_TRAINER)} <= set(outcome.metrics)
     for other in found[1:]:
-        torch.testing.assert_close(other, found[0], atol=1e-6, rtol=1e-4)
-    assert found[0].abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.trap("micro_batches")
-def test_gradients_of_every_preset_are_those_of_one_micro_batch(
-    preset: str, tiny: Path, off_policy: Callable, make_config: Callable
-) -> None:
-    assert_micro_batches_do_not_matter(make_config, {"preset": preset, "entropy_bonus": 0.01}, tiny, off_policy())
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.trap("micro_batches")
-def test_gradients_of_every_correction_are_those_of_one_micro_batch(
-    correction: str, tiny: Path, off_policy: Callable, make_config: Callable
-) -> None:
-    assert_micro_batches_do_not_matter(make_config, CORRECTIONS[correction], tiny, off_policy())
+        assert_close(other, found[0])
 
 
 @pytest.mark.parametrize("loss", ["gspo", "gmpo"])
-def test_ratios_of_rows_are_those_of_rows_computed_alone(
-    loss: str, tiny: Path, off_policy: Callable, make_config: Callable
-) -> None:
-    rows = off_policy(9)
+def test_ratios_of_rows_are_those_of_rows_computed_alone(loss: str, tiny: Path, train: Train) -> None:
+    rows = off_policy(tiny, 9)
     total = 0.0
     for row, now in zip(rows, logprobs_now(tiny, rows), strict=True):
         log_ratio = now.astype(np.float64) - row.logprobs
@@ -122,163 +90,130 @@ def test_ratios_of_rows_are_those_of_rows_computed_alone(
         clipped = ratio if loss == "gmpo" else np.clip(ratio, 0.8, 1.2)
         total += -min(ratio * row.advantage, clipped * row.advantage)
     bounds = {"clip_low": 0.1, "clip_high": 0.3} if loss == "gmpo" else {"clip_low": 0.2, "clip_high": 0.2}
-    config = make_config(algorithm={"loss": loss, "aggregation": "sequence_mean_token_mean"} | bounds)
-    assert gradient(config, tiny, rows)[1]["loss/policy"] == pytest.approx(total / 9, rel=1e-5)
+    outcome = train(rows, algorithm={"loss": loss, "aggregation": "sequence_mean_token_mean"} | bounds)
+    assert outcome.metrics["loss/policy"] == pytest.approx(total / 9, rel=1e-5)
 
 
+@pytest.mark.parametrize("advantage", [None, 0.0])
 @pytest.mark.trap("masked_denominators")
 def test_what_a_correction_leaves_out_adds_nothing_and_changes_no_other_tokens_weight(
-    tiny: Path, off_policy: Callable, make_config: Callable
+    advantage: float | None, tiny: Path
 ) -> None:
-    rows = off_policy(6)
-    strange = dataclasses.replace(rows[2], logprobs=rows[2].logprobs - 3)
-    rejection = {"rejection": "sequence_k2", "rejection_high": 1.0}
-    config = make_config(algorithm={**rejection, "kl": 0.1})
-    silent = make_config(algorithm={"kl": 0.1})
-    found, metrics = gradient(config, tiny, [*rows[:2], strange, *rows[3:]])
-    without = [*rows[:2], dataclasses.replace(strange, versions=strange.versions - 9), *rows[3:]]
-    torch.testing.assert_close(found, gradient(silent, tiny, without)[0], atol=1e-7, rtol=1e-4)
-    tokens = [len(row.logprobs) for row in rows]
-    assert metrics["mask/rejected_fraction"] == pytest.approx(tokens[2] / sum(tokens))
-
-
-def test_what_a_correction_leaves_out_has_no_entropy_bonus(
-    tiny: Path, off_policy: Callable, make_config: Callable
-) -> None:
-    rows = [dataclasses.replace(row, advantage=0.0) for row in off_policy(4)]
+    """Nor has it an entropy bonus, which is all that is left without advantages."""
+    terms = {"kl": 0.1} if advantage is None else {"entropy_bonus": 0.1}
+    rows = off_policy(tiny, 6) if advantage is None else changed(off_policy(tiny, 6), advantage=advantage)
     strange = dataclasses.replace(rows[2], logprobs=rows[2].logprobs - 3)
     stale = dataclasses.replace(strange, versions=strange.versions - 9)
-    config = make_config(algorithm={"rejection": "sequence_k2", "rejection_high": 1.0, "entropy_bonus": 0.1})
-    found, metrics = gradient(config, tiny, [*rows[:2], strange, rows[3]])
-    assert 0 < metrics["mask/rejected_fraction"] < 1
-    without = gradient(make_config(algorithm={"entropy_bonus": 0.1}), tiny, [*rows[:2], stale, rows[3]])[0]
-    assert without.abs().max() > 0
-    torch.testing.assert_close(found, without, atol=1e-7, rtol=1e-4)
+    rejection = {"rejection": "sequence_k2", "rejection_high": 1.0}
+    outcome, found = gradients(
+        PolicyTrainer(make_config(algorithm={**rejection, **terms}), tiny), [*rows[:2], strange, *rows[3:]]
+    )
+    _, without = gradients(PolicyTrainer(make_config(algorithm=terms), tiny), [*rows[:2], stale, *rows[3:]])
+    assert_close(found, without, atol=1e-7)
+    tokens = [len(row.logprobs) for row in rows]
+    assert outcome.metrics["mask/rejected_fraction"] == pytest.approx(tokens[2] / sum(tokens))
 
 
-def test_an_entropy_bonus_raises_the_entropy(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
-    rows = [dataclasses.replace(row, advantage=0.0) for row in make_rows(8)]
-    for chunk in (1024, 16):
-        config = make_config(training={"logits_chunk": chunk}, algorithm={"entropy_bonus": 0.5})
-        engine = PolicyTrainer(config, tiny)
-        first, second = (run_step(engine, rows, INCARNATION, VERSION).metrics for _ in range(2))
-        assert first["loss/entropy"] == pytest.approx(-0.5 * first["policy/entropy"], rel=1e-5)
-        assert second["policy/entropy"] > first["policy/entropy"]
-
-
-def test_the_entropys_gradient_is_that_of_finite_differences(
-    tiny: Path, make_rows: Callable, make_config: Callable, move: Callable
-) -> None:
-    rows = [dataclasses.replace(row, advantage=0.0) for row in make_rows(3)]
-    config = make_config(algorithm={"entropy_bonus": 1.0}, training={"learning_rate": 0.0})
-    direction, _ = gradient(config, tiny, rows)
-    engine = PolicyTrainer(config, tiny)
+@pytest.mark.parametrize("chunk", [1024, 16])
+def test_the_entropys_gradient_is_that_of_finite_differences(chunk: int, tiny: Path) -> None:
+    rows = make_rows(3, advantage=0.0)
+    config = make_config(algorithm={"entropy_bonus": 1.0}, training={"learning_rate": 0.0, "logits_chunk": chunk})
+    trainer = PolicyTrainer(config, tiny)
+    outcome, direction = gradients(trainer, rows)
+    assert outcome.metrics["loss/entropy"] == pytest.approx(-outcome.metrics["policy/entropy"], rel=1e-5)
+    squares = sum(float(each.square().sum()) for each in direction)
     losses = []
-    step = 1e-2 / float(direction.norm())
+    length = 1e-2 / squares**0.5
     for sign in (1.0, -2.0):
-        move(engine, sign * step * direction)
-        losses.append(run_step(engine, rows, INCARNATION, VERSION).metrics["loss/entropy"])
-    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(direction.square().sum()), rel=1e-2)
+        for parameter, each in zip(trainer.optimizer.parameters, direction, strict=True):
+            parameter.data += sign * length * each
+        losses.append(step(trainer, rows).metrics["loss/entropy"])
+    assert (losses[0] - losses[1]) / (2 * length) == pytest.approx(squares, rel=1e-2)
 
 
-def test_an_adaptive_coefficient_moves_after_each_step_and_is_resumed(
-    tiny: Path, off_policy: Callable, make_config: Callable, tmp_path: Path
-) -> None:
-    rows = off_policy(6)
+def test_an_adaptive_coefficient_moves_after_each_step_and_is_resumed(tiny: Path, tmp_path: Path) -> None:
+    rows = off_policy(tiny, 6)
     config = make_config(algorithm={"kl": 0.5, "kl_target": 1e-4})
-    engine = PolicyTrainer(config, tiny)
-    first, second = (run_step(engine, rows, INCARNATION, VERSION).metrics for _ in range(2))
-    assert first["policy/kl_coefficient"] == 0.5
+    trainer = PolicyTrainer(config, tiny)
+    broken = changed(rows, advantage=float("nan"))
+    assert step(trainer, broken).skipped == "not finite"
+    first, second = (step(trainer, rows).metrics for _ in range(2))
+    assert first["policy/kl_coefficient"] == 0.5, "a skipped step leaves it"
     error = np.clip(first["policy/kl_reference"] / 1e-4 - 1, -0.2, 0.2)
     assert second["policy/kl_coefficient"] == pytest.approx(0.5 * (1 + 0.1 * error))
-    engine.save(tmp_path, {})
+    trainer.save(tmp_path, {})
     resumed, _ = PolicyTrainer.resume(config, tmp_path)
-    expected = run_step(engine, rows, INCARNATION, VERSION).metrics["policy/kl_coefficient"]
-    assert run_step(resumed, rows, INCARNATION, VERSION).metrics["policy/kl_coefficient"] == expected
     fixed, _ = PolicyTrainer.resume(make_config(algorithm={"kl": 0.25}), tmp_path)
-    assert run_step(fixed, rows, INCARNATION, VERSION).metrics["policy/kl_coefficient"] == 0.25
+    found = [step(each, rows).metrics["policy/kl_coefficient"] for each in (trainer, resumed, fixed)]
+    assert found[1:] == [found[0], 0.25]
 
 
-def test_a_skipped_step_leaves_the_coefficient(tiny: Path, off_policy: Callable, make_config: Callable) -> None:
-    rows = [dataclasses.replace(row, advantage=float("nan")) for row in off_policy(3)]
-    engine = PolicyTrainer(make_config(algorithm={"kl": 0.5, "kl_target": 1e-4}), tiny)
-    assert run_step(engine, rows, INCARNATION, VERSION).skipped == "not finite"
-    assert engine.kl.value == 0.5
+def test_the_coefficient_of_the_kl_follows_the_kl_and_not_its_term_of_the_loss(tiny: Path, train: Train) -> None:
+    noise = drawn(-0.3, 0.1)
+    rows = changed(near(tiny, make_rows(8), 0), reference_logprobs=lambda row: row.logprobs + noise(row))
+    target = train(rows, algorithm={"kl": 0.5}).metrics["policy/kl_reference"] / 1.1
+    trainer = PolicyTrainer(make_config(algorithm={"kl": 0.5, "kl_target": target}), tiny)
+    step(trainer, rows)
+    assert trainer.kl.value == pytest.approx(0.5 * (1 + 0.1 * 0.1), rel=1e-5)
 
 
-def kl_config(make_config: Callable, **algorithm: object) -> Config:
-    config: Config = make_config(algorithm={"kl": 0.5, **algorithm})
-    return config
+@pytest.mark.parametrize(("estimator", "kl_in"), [("k2", "loss"), ("k3", "loss"), ("k1", "reward")])
+def test_kl_of_a_policy_with_itself_adds_nothing(estimator: str, kl_in: str, tiny: Path, train: Train) -> None:
+    rows = changed(near(tiny, make_rows(8), 0), reference_logprobs=lambda row: row.logprobs)
+    found = train(rows, algorithm={"kl": 0.5, "kl_estimator": estimator, "kl_in": kl_in}).metrics
+    assert found["loss/kl"] == pytest.approx(0, abs=1e-9)
+    assert found["loss/policy"] == pytest.approx(train(rows).metrics["loss/policy"], abs=1e-5)
 
 
-def test_kl_of_a_policy_with_itself_adds_nothing(tiny: Path, on_policy: Callable, make_config: Callable) -> None:
-    rows = [dataclasses.replace(row, reference_logprobs=row.logprobs) for row in on_policy(8)]
-    for algorithm in ({"kl_estimator": "k2"}, {"kl_estimator": "k3"}, {"kl_estimator": "k1", "kl_in": "reward"}):
-        outcome = run_step(PolicyTrainer(kl_config(make_config, **algorithm), tiny), rows, INCARNATION, VERSION)
-        plain = run_step(PolicyTrainer(make_config(), tiny), rows, INCARNATION, VERSION)
-        assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-9)
-        assert outcome.metrics["loss/policy"] == pytest.approx(plain.metrics["loss/policy"], abs=1e-5)
-
-
-@pytest.mark.trap("kl_gradient")
-def test_with_kl_in_the_reward_a_token_bears_that_of_all_after_it(
-    tiny: Path, on_policy: Callable, make_config: Callable
-) -> None:
-    draw = np.random.default_rng(0)
-    rows = [
-        dataclasses.replace(
-            row, reference_logprobs=(row.logprobs + draw.normal(0, 0.5, len(row.logprobs))).astype(np.float32)
-        )
-        for row in on_policy(8)
-    ]
-    shaped = []
-    for row in rows:
-        k1 = row.logprobs.astype(np.float64) - row.reference_logprobs
-        to_go = [k1[place:].sum() for place in range(len(k1))]
-        shaped.append(dataclasses.replace(row, advantage=row.advantage - 0.5 * np.array(to_go)))
-    found, _ = gradient(kl_config(make_config, kl_estimator="k1", kl_in="reward"), tiny, rows)
-    torch.testing.assert_close(found, gradient(make_config(), tiny, shaped)[0], atol=1e-7, rtol=1e-5)
-
-
-def test_m2po_bounds_what_a_kl_in_the_reward_pushes_away(
-    tiny: Path, make_rows: Callable, make_config: Callable
-) -> None:
-    rows = [dataclasses.replace(r, reference_logprobs=r.logprobs - 0.3, advantage=0.0) for r in make_rows(6)]
-    algorithm = {"preset": "m2po", "kl": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
-    outcome = run_step(PolicyTrainer(make_config(algorithm=algorithm), tiny), rows, INCARNATION, VERSION)
+def test_m2po_bounds_what_a_kl_in_the_reward_pushes_away(train: Train) -> None:
+    rows = changed(make_rows(6), reference_logprobs=lambda row: row.logprobs - 0.3, advantage=0.0)
+    outcome = train(rows, algorithm={"preset": "m2po", "kl": 0.5, "kl_estimator": "k1", "kl_in": "reward"})
     assert outcome.metrics["policy/clip_frac"] > 0
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-@pytest.mark.parametrize("old", ["engine", "recomputed"])
+def test_m2po_takes_its_bound_from_live_tokens_only(tiny: Path, train: Train) -> None:
+    """Stale tokens that hardly moved would make room in the budget for live ones that moved far."""
+    rows = near(tiny, make_rows(10), 0.5)
+    now = logprobs_now(tiny, rows)
+    for index, row in enumerate(rows):
+        stale = np.arange(len(now[index])) < len(now[index]) // 2
+        hardly_moved = now[index] - 0.01 * np.sign(row.advantage)
+        logprobs = np.where(stale, hardly_moved, row.logprobs).astype(np.float32)
+        rows[index] = dataclasses.replace(row, versions=np.where(stale, VERSION - 9, VERSION), logprobs=logprobs)
+    live = [row.versions == VERSION for row in rows]
+    assert sum((~each).sum() for each in live) > 0
+    logs = np.concatenate([(each - row.logprobs)[own] for row, each, own in zip(rows, now, live, strict=True)])
+    advantages = np.repeat([row.advantage for row in rows], [own.sum() for own in live])
+    away = np.sort(logs[logs * advantages > 0] ** 2)
+    kept = len(away)
+    while away[:kept].mean() > 0.04:
+        kept -= 1
+    metrics = train(rows, algorithm={"preset": "m2po"}, training={"micro_batch_tokens": 100}).metrics
+    assert metrics["policy/clip_frac"] == pytest.approx((len(away) - kept) / len(logs))
+    assert 0 < kept < len(away)
+
+
+@pytest.mark.parametrize(("estimator", "old"), [("k2", "engine"), ("k3", "engine"), ("k3", "recomputed")])
 @pytest.mark.trap("kl_gradient")
-def test_off_policy_kl_carries_the_policys_weight(
-    estimator: str, old: str, tiny: Path, make_rows: Callable, make_config: Callable
-) -> None:
-    rows = [dataclasses.replace(r, reference_logprobs=r.logprobs - 0.3, advantage=0.0) for r in make_rows(5)]
-    model = load_causal_model(tiny, "cpu")
+def test_off_policy_kl_carries_the_policys_weight(estimator: str, old: str, tiny: Path, train: Train) -> None:
+    rows = changed(make_rows(5), reference_logprobs=lambda row: row.logprobs - 0.3, advantage=0.0)
     total = 0.0
-    for row in rows:
-        (current,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)
-        importance = np.exp(current.astype(np.float64) - row.logprobs)
+    for row, now in zip(rows, logprobs_now(tiny, rows), strict=True):
+        importance = np.exp(now.astype(np.float64) - row.logprobs)
         weight = np.clip(importance, 0.8, 1.2) if old == "engine" else np.minimum(importance, 2.0)
-        difference = current.astype(np.float64) - row.reference_logprobs
+        difference = now.astype(np.float64) - row.reference_logprobs
         total += (weight * (difference**2 / 2 if estimator == "k2" else np.exp(-difference) - 1 + difference)).sum()
-    config = kl_config(make_config, kl_estimator=estimator, old_logprobs=old)
-    outcome = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION)
+    outcome = train(rows, algorithm={"kl": 0.5, "kl_estimator": estimator, "old_logprobs": old})
     expected = 0.5 * total / sum(len(row.response_ids) for row in rows)
     assert outcome.metrics["loss/kl"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.trap("whole_answer_weight")
-def test_mismatch_is_that_of_the_uncapped_weights(
-    updates: int, tiny: Path, off_policy: Callable, make_config: Callable
-) -> None:
-    rows = off_policy(12, spread=0.6)
+def test_mismatch_is_that_of_the_uncapped_weights(updates: int, tiny: Path, train: Train) -> None:
+    rows = off_policy(tiny, 12, spread=0.6)
     algorithm = {"old_logprobs": "recomputed", "weight_cap": 1.0}
-    config = make_config(algorithm=algorithm, training={"updates": updates, "micro_batch_tokens": 100})
-    metrics = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION).metrics
+    metrics = train(rows, algorithm=algorithm, training={"updates": updates, "micro_batch_tokens": 100}).metrics
     parts = [now.astype(np.float64) - row.logprobs for row, now in zip(rows, logprobs_now(tiny, rows), strict=True)]
     token = np.exp(np.concatenate(parts))
     sequence = np.exp([part.sum() for part in parts])
@@ -292,18 +227,6 @@ def test_mismatch_is_that_of_the_uncapped_weights(
     assert metrics["mismatch/kl"] == pytest.approx((token - 1 - np.log(token)).mean(), rel=1e-4)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_metric_of_a_step_is_documented(
-    preset: str, tiny: Path, off_policy: Callable, make_config: Callable
-) -> None:
-    algorithm = {"preset": preset, "kl": 0.1}
-    config = make_config(algorithm=algorithm, cost=cost_of(algorithm))
-    metrics = run_step(PolicyTrainer(config, tiny), off_policy(), INCARNATION, VERSION).metrics
-    assert set(metrics) <= {*METRICS, *FURTHER_METRICS}
-    of_the_trainer = ("loss/", "policy/", "mismatch/", "mask/")
-    assert {name for name in METRICS if name.startswith(of_the_trainer)} <= set(metrics)
-
-
 def test_a_mismatch_beyond_all_bounds_is_given_as_the_bound() -> None:
     totals = PolicyTotals(torch.device("cpu"))
     _, moments, bins = totals._sums
@@ -314,6 +237,8 @@ def test_a_mismatch_beyond_all_bounds_is_given_as_the_bound() -> None:
 
 
 # The terms of the policy loss against float64 formulas, token by token, where several parts of a config meet.
+
+
 KL = 0.3
 RECOMPUTED: dict[str, Any] = {"old_logprobs": "recomputed"}
 FAR = {"rejection": "token_k2", "rejection_high": 0.1}
@@ -406,3 +331,57 @@ def test_gmpo_bounds_the_weight_of_its_kl_by_the_logarithm_of_the_ratio() -> Non
     np.testing.assert_allclose(batch.terms(algorithm).kl.numpy(), expected, rtol=1e-4)
     far = np.abs(np.exp(batch.current - batch.behaviour) - 1) > algorithm.clip_high
     assert far.any(), "some ratios lie beyond every bound"
+
+
+# One stale token far from the policy that sampled it is never the whole step, and never skips it.
+
+
+def gradient_of(algorithm: AlgorithmConfig, log_ratio: float, advantage: float) -> float:
+    """Returns the gradient of the log-prob of a single token in the loss."""
+    one = np.ones(1, np.int64)
+    row = TrainRow(0, 0, 0, 1, one, one, np.full(1, -log_ratio - 1, np.float32), 5 * one, advantage)
+    masked = mask_rows([row], 1, 5, 2, "mask", False)
+    masked[0].weight = 1.0
+    current = torch.tensor([-1.0], requires_grad=True)
+    terms = policy_loss_terms(algorithm, 0.0, 1e9, current, torch.zeros(1), micro_batch(masked, torch.device("cpu")))
+    (gradient,) = torch.autograd.grad(terms.policy.sum() + terms.kl.sum(), current)
+    return float(gradient)
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_the_default_gradient_of_a_token_is_at_most_three_times_that_of_a_fresh_one(advantage: float) -> None:
+    assert abs(gradient_of(AlgorithmConfig(), 0.0, advantage)) == pytest.approx(1)
+    assert all(abs(gradient_of(AlgorithmConfig(), far, advantage)) <= 3 for far in (1.2, 5.0, 20.0, 60.0))
+    assert abs(gradient_of(AlgorithmConfig(), np.log(2.9), -1.0)) == pytest.approx(2.9, rel=1e-5), "held from 3 on"
+    assert gradient_of(AlgorithmConfig(dual_clip=1e9), 19.9, -1.0) == pytest.approx(np.exp(19.9), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("written", "dual_clip"),
+    [
+        *(({"preset": preset}, 3.0 if preset == "grpo" else None) for preset in sorted(PRESETS)),
+        *(({"clip_high": clip_high}, 3.0) for clip_high in (0.28, "0.28")),
+        *(({"clip_high": clip_high}, None) for clip_high in (2.5, "2.5")),
+    ],
+)
+def test_the_default_lies_beyond_the_bound_of_the_ratio_and_other_presets_are_those_of_their_paper(
+    written: dict[str, Any], dual_clip: float | None
+) -> None:
+    assert AlgorithmConfig.model_validate(written).dual_clip == dual_clip
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"ppo", "safe_rlhf"}))
+def test_no_objective_overflows(preset: str) -> None:
+    for advantage in (-1.0, 1.0):
+        for far in (-200.0, -90.0, 90.0, 200.0):
+            assert np.isfinite(gradient_of(AlgorithmConfig(preset=preset), far, advantage))
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "sapo"])
+def test_a_token_that_was_all_but_impossible_skips_no_step(preset: str, tiny: Path) -> None:
+    rows = make_rows(4)
+    far = dataclasses.replace(rows[1], logprobs=rows[1].logprobs - 120, advantage=-1.0)
+    sections = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "algorithm": {"preset": preset}}
+    outcome = step(PolicyTrainer(Config.model_validate(sections), tiny), [rows[0], far, *rows[2:]])
+    assert (outcome.updates, outcome.skipped, len(outcome.trained)) == (1, "", 4)
+    assert all(np.isfinite(value) for value in outcome.metrics.values())

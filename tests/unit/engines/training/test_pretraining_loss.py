@@ -1,38 +1,22 @@
 """The pretraining loss beside the policy's: its formula, its gradient over micro-batches and ranks, its texts."""
 
 import json
-import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.policy_trainer import PolicyTrainer, texts_of
-from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_rows import drawn_row
+from tests.unit.engines.training.tiny_training import INCARNATION, VERSION, make_config, make_rows, side_by_side, step
 
-INCARNATION = 1
-VERSION = 5
 LENGTHS = (2, 9, 4, 14, 3, 6, 11)
-
-
-@pytest.fixture
-def reader(tiny: Path, tmp_path: Path) -> Path:
-    """The tiny model, with a tokenizer that tells words apart."""
-    shutil.copytree(tiny, tmp_path / "reader")
-    known = {"<eos>": 0, **{f"w{number}": number for number in range(1, 50)}}
-    words = Tokenizer(models.WordLevel(known, unk_token="<eos>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "reader")
-    return tmp_path / "reader"
 
 
 @pytest.fixture
@@ -50,15 +34,11 @@ def texts(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def learning(make_config: Callable) -> Callable[..., Config]:
-    def make(coefficient: float = 0.5, per_step: int = 7, **training: Any) -> Config:
-        task = {"prompts": "none", "pretrain": "p.jsonl", "pretrain_per_step": per_step, "max_prompt_tokens": 30}
-        algorithm = {"pretrain_coefficient": coefficient}
-        training = {"learning_rate": 0.0, "max_grad_norm": 1e9, **training}
-        return make_config(task=task, algorithm=algorithm, training=training, generation={"max_new_tokens": 10})
-
-    return make
+def learning(coefficient: float = 0.5, per_step: int = 7, **training: Any) -> Config:
+    task = {"prompts": "none", "pretrain": "p.jsonl", "pretrain_per_step": per_step, "max_prompt_tokens": 30}
+    algorithm = {"pretrain_coefficient": coefficient}
+    training = {"learning_rate": 0.0, "max_grad_norm": 1e9, **training}
+    return make_config(task=task, algorithm=algorithm, training=training, generation={"max_new_tokens": 10})
 
 
 def gradient(engine: PolicyTrainer) -> torch.Tensor:
@@ -91,40 +71,36 @@ def of_step(config: Config, update: int = 0) -> list[int]:
     return [drawn_row(config.seed, VERSION * count + place, 2 * len(LENGTHS)) for place in places]
 
 
-def test_the_loss_is_the_mean_cross_entropy_of_what_is_learnt(
-    reader: Path, texts: Path, learning: Callable, make_rows: Callable
-) -> None:
+def test_the_loss_is_the_mean_cross_entropy_of_what_is_learnt(tiny: Path, texts: Path) -> None:
     """-1/N sum of log pi(x_t | x_<t): texts after their first token, answers after their prompts, ends included."""
     for config in (learning(), learning(updates=3)):
-        logprobs, given = logprobs_by_transformers(reader, texts)
+        logprobs, given = logprobs_by_transformers(tiny, texts)
         losses = []
         for update in range(config.training.updates):
             learnt = np.concatenate([logprobs[row][given[row] - 1 :] for row in of_step(config, update)])
             losses.append(-learnt.mean())
-        engine = PolicyTrainer(config, reader, texts=texts)
-        metrics = run_step(engine, make_rows(), INCARNATION, VERSION).metrics
+        engine = PolicyTrainer(config, tiny, texts=texts)
+        metrics = step(engine, make_rows()).metrics
         assert metrics["policy/pretrain_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
-def test_its_gradient_is_added_with_the_coefficient(
-    reader: Path, texts: Path, learning: Callable, make_rows: Callable
-) -> None:
+def test_its_gradient_is_added_with_the_coefficient(tiny: Path, texts: Path) -> None:
     """Against autograd of transformers' own model, in float64."""
     config = learning(coefficient=0.7)
     rows = make_rows()
-    beside = PolicyTrainer(config, reader, texts=texts)
-    alone = PolicyTrainer(config, reader)
+    beside = PolicyTrainer(config, tiny, texts=texts)
+    alone = PolicyTrainer(config, tiny)
     for engine in (beside, alone):
-        run_step(engine, rows, INCARNATION, VERSION)
-    model = AutoModelForCausalLM.from_pretrained(reader).eval().double()
+        step(engine, rows)
+    model = AutoModelForCausalLM.from_pretrained(tiny).eval().double()
     total = torch.zeros(()).double()
     tokens = 0
     for row in of_step(config):
         text = engine_texts(beside)[row]
-        ids = torch.from_numpy(np.concatenate([text.given, text.learnt]))
+        ids = torch.from_numpy(np.concatenate([text.prompt_ids, text.response_ids]))
         logprobs = model(input_ids=ids[None]).logits[0, :-1, :50].log_softmax(-1).gather(-1, ids[1:, None])
-        total = total - logprobs[len(text.given) - 1 :].sum()
-        tokens = tokens + len(text.learnt)
+        total = total - logprobs[len(text.prompt_ids) - 1 :].sum()
+        tokens = tokens + len(text.response_ids)
     (0.7 * total / tokens).backward()
     theirs = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert theirs.abs().max() > 1e-2
@@ -137,15 +113,13 @@ def engine_texts(engine: PolicyTrainer) -> Any:
 
 
 @pytest.mark.trap("micro_batches")
-def test_gradients_are_the_same_for_1_2_and_7_micro_batches_of_texts(
-    reader: Path, texts: Path, learning: Callable, make_rows: Callable
-) -> None:
+def test_gradients_are_the_same_for_1_2_and_7_micro_batches_of_texts(tiny: Path, texts: Path) -> None:
     """Seven rows of 16 tokens; one more pass is that of the sample, one that of the optimizer."""
     found = {}
     rows = make_rows(1)
     texts.write_text("".join(texts.read_text().splitlines(keepends=True)[len(LENGTHS) :]))
     for budget in (7 * 16, 4 * 16, 16):
-        engine = PolicyTrainer(learning(micro_batch_tokens=budget), reader, texts=texts)
+        engine = PolicyTrainer(learning(micro_batch_tokens=budget), tiny, texts=texts)
         run = engine.begin(rows, INCARNATION, VERSION)
         passes = sum(1 for _ in iter(run.advance, False)) - 2
         found[passes] = gradient(engine)
@@ -156,46 +130,43 @@ def test_gradients_are_the_same_for_1_2_and_7_micro_batches_of_texts(
 
 @pytest.mark.trap("micro_batches")
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_learn_what_one_does(
-    size: int, reader: Path, texts: Path, learning: Callable, make_rows: Callable, thread_ranks: Callable
-) -> None:
+def test_ranks_learn_what_one_does(size: int, tiny: Path, texts: Path, thread_ranks: Callable) -> None:
     rows = make_rows(6)
     config = learning()
-    alone = PolicyTrainer(config, reader, texts=texts)
-    expected = run_step(alone, rows, INCARNATION, VERSION).metrics
-    engines = [PolicyTrainer(config, reader, rank, texts) for rank in thread_ranks(size)]
+    alone = PolicyTrainer(config, tiny, texts=texts)
+    expected = step(alone, rows).metrics
+    engines = [PolicyTrainer(config, tiny, rank, texts) for rank in thread_ranks(size)]
     shares = [rows[:4], rows[4:], []][:size]
-    with ThreadPoolExecutor(size) as threads:
-        outcomes = list(threads.map(lambda e, s: run_step(e, s, INCARNATION, VERSION), engines, shares, timeout=60))
+    outcomes = side_by_side([lambda e=e, s=s: step(e, s) for e, s in zip(engines, shares, strict=True)])
     for engine, outcome in zip(engines, outcomes, strict=True):
         assert outcome.metrics == pytest.approx(expected, rel=1e-6, abs=1e-6)
         torch.testing.assert_close(gradient(engine), gradient(alone), atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.trap("not_finite")
-def test_a_text_whose_loss_is_not_finite_changes_nothing(
-    reader: Path, texts: Path, learning: Callable, make_rows: Callable
-) -> None:
-    engine = PolicyTrainer(learning(coefficient=1e38, learning_rate=1e-3), reader, texts=texts)
+def test_a_text_whose_loss_is_not_finite_changes_nothing(tiny: Path, texts: Path) -> None:
+    engine = PolicyTrainer(learning(coefficient=1e38, learning_rate=1e-3), tiny, texts=texts)
     before = {name: tensor.clone() for name, tensor in engine.named_tensors().items()}
-    assert run_step(engine, make_rows(), INCARNATION, VERSION).skipped == "not finite"
+    assert step(engine, make_rows()).skipped == "not finite"
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_tensors().items())
 
 
-def test_every_text_comes_once_before_one_comes_again(reader: Path, texts: Path, learning: Callable) -> None:
+def test_every_text_comes_once_before_one_comes_again(tiny: Path, texts: Path) -> None:
     config = learning(per_step=4, updates=2)
-    given = engine_texts(PolicyTrainer(config, reader, texts=texts))
+    given = engine_texts(PolicyTrainer(config, tiny, texts=texts))
     drawn = [id(text) for version in range(7) for update in (0, 1) for text in texts_of(given, config, version, update)]
     assert len(set(drawn[:14])) == len(set(drawn[14:])) == 14
 
 
-def test_no_text_goes_beyond_the_positions_of_the_model(reader: Path, learning: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("positions", "longest"), [(128, 40), (25, 25)])
+def test_no_text_goes_beyond_the_positions_of_the_model(
+    positions: int, longest: int, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
     path = tmp_path / "long.jsonl"
-    described = json.loads((reader / "config.json").read_text())
     path.write_text(json.dumps({"text": "w1 " * 100}) + "\n")
-    assert engine_texts(PolicyTrainer(learning(), reader, texts=path))[0].tokens == 40
-    (reader / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 25}))
-    assert engine_texts(PolicyTrainer(learning(), reader, texts=path))[0].tokens == 25
+    model = make_model(max_position_embeddings=positions)
+    (text,) = engine_texts(PolicyTrainer(learning(), model, texts=path))
+    assert len(text.prompt_ids) + len(text.response_ids) == longest
 
 
 @pytest.mark.parametrize(
@@ -207,9 +178,9 @@ def test_no_text_goes_beyond_the_positions_of_the_model(reader: Path, learning: 
     ],
 )
 def test_a_text_of_which_nothing_can_be_learnt_is_refused(
-    row: dict[str, Any], says: str, reader: Path, learning: Callable, tmp_path: Path
+    row: dict[str, Any], says: str, tiny: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(TaskError, match=says):
-        PolicyTrainer(learning(), reader, texts=path)
+        PolicyTrainer(learning(), tiny, texts=path)

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,38 +20,36 @@ from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.optimizer import learning_rate
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.trainer_checkpoint import GIVES_WAY_FROM, NICENESS, HeldCopy, StateCopy, own_state
-from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError
 from tests.power_cut_disk import Disk
+from tests.unit.engines.training.tiny_training import changed, make_config, make_rows, side_by_side, step
 
 SETTINGS = {"schedule": "cosine", "warmup_steps": 2, "updates": 2, "weight_decay": 0.1}
 
 
-def train(engine: PolicyTrainer, make_rows: Callable, versions: range) -> list[dict[str, float]]:
+def train(engine: PolicyTrainer, versions: range) -> list[dict[str, float]]:
     metrics = []
     for version in versions:
-        rows = [dataclasses.replace(r, versions=np.full_like(r.versions, version)) for r in make_rows(8, seed=version)]
-        metrics.append(run_step(engine, rows, 1, version).metrics)
+        rows = changed(make_rows(8, seed=version), versions=lambda row, v=version: np.full_like(row.versions, v))
+        metrics.append(step(engine, rows, version).metrics)
     return metrics
 
 
-def test_steps_after_a_load_equal_steps_without_interruption_bit_for_bit(
-    tiny: Path, tmp_path: Path, make_rows: Callable, make_config: Callable
-) -> None:
+def test_steps_after_a_load_equal_steps_without_interruption_bit_for_bit(tiny: Path, tmp_path: Path) -> None:
     config = make_config(training=SETTINGS)
     whole = PolicyTrainer(config, tiny)
-    train(whole, make_rows, range(3))
+    train(whole, range(3))
     whole.save(tmp_path, {"version": 3, "chain": "ab"})
-    expected = train(whole, make_rows, range(3, 6))
+    expected = train(whole, range(3, 6))
     resumed, extra = PolicyTrainer.resume(config, tmp_path)
     assert extra == {"version": 3, "chain": "ab"}
-    assert train(resumed, make_rows, range(3, 6)) == expected
+    assert train(resumed, range(3, 6)) == expected
     for name, tensor in whole.named_tensors().items():
         assert torch.equal(tensor, resumed.named_tensors()[name]), name
 
 
 def test_all_that_a_trainer_saves_outlives_a_power_cut(
-    tiny: Path, tmp_path: Path, make_config: Callable, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def files(folder: Path) -> dict[str, bytes]:
         return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -103,11 +100,9 @@ async def test_a_copy_that_training_waits_for_gives_way_to_nothing(
         assert (await held.write(tmp_path, tasks)).files == {"written": written_as}
 
 
-def test_the_model_folder_loads_with_transformers(
-    tmp_path: Path, make_model: Callable, make_rows: Callable, make_config: Callable
-) -> None:
+def test_the_model_folder_loads_with_transformers(tmp_path: Path, make_model: Callable) -> None:
     engine = PolicyTrainer(make_config(), make_model("llama", attention_dropout=0.25))
-    train(engine, make_rows, range(1))
+    train(engine, range(1))
     engine.save(tmp_path, {})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     saved = dict(model.named_parameters())
@@ -117,13 +112,11 @@ def test_the_model_folder_loads_with_transformers(
 
 
 @pytest.mark.trap("padded_vocabulary")
-def test_tied_weights_are_published_under_both_names_and_resume(
-    tmp_path: Path, make_model: Callable, make_rows: Callable, make_config: Callable
-) -> None:
+def test_tied_weights_are_published_under_both_names_and_resume(tmp_path: Path, make_model: Callable) -> None:
     """The tied output layer is in every weight path."""
     config = make_config()
     engine = PolicyTrainer(config, make_model("llama", tie_word_embeddings=True))
-    train(engine, make_rows, range(1))
+    train(engine, range(1))
     tensors = engine.named_tensors()
     assert tensors["lm_head.weight"] is not None
     assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
@@ -133,45 +126,34 @@ def test_tied_weights_are_published_under_both_names_and_resume(
     assert torch.equal(resumed.named_tensors()["lm_head.weight"], tensors["lm_head.weight"])
 
 
-def test_a_checkpoint_without_the_trainers_file_says_so(tiny: Path, tmp_path: Path, make_config: Callable) -> None:
+def test_a_checkpoint_without_the_trainers_file_says_so(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(tiny)
     with pytest.raises(JournalError, match=r"has no trainer\.pt"):
         PolicyTrainer.resume(make_config(), tmp_path)
 
 
-def test_the_state_holds_no_code(tiny: Path, tmp_path: Path, make_config: Callable) -> None:
-    engine = PolicyTrainer(make_config(), tiny)
-    engine.save(tmp_path, {"chain": "00"})
-    state = torch.load(tmp_path / "trainer.pt", weights_only=True)
-    assert set(state) == {"optimizer", "rng", "kl", "extra", "ranks"}
-
-
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_digests_are_those_of_every_file(
-    lora: dict[str, int] | None, tiny: Path, tmp_path: Path, make_config: Callable
-) -> None:
+def test_digests_are_those_of_every_file(lora: dict[str, int] | None, tiny: Path, tmp_path: Path) -> None:
     made = PolicyTrainer(make_config(model={"name": "tiny", "lora": lora}), tiny).save(tmp_path, {})
     found = {path for path in tmp_path.rglob("*") if path.is_file()}
+    state = torch.load(tmp_path / "trainer.pt", weights_only=True)  # It holds no code.
+    assert state.keys() - {"canary"} == {"optimizer", "rng", "kl", "extra", "ranks"}
     assert made == {str(path.relative_to(tmp_path)): sha256(path.read_bytes()).hexdigest() for path in found}
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_a_copy_that_is_written_after_further_steps_is_of_its_own_version(
-    lora: dict[str, int] | None, tiny: Path, tmp_path: Path, make_rows: Callable, make_config: Callable
+    lora: dict[str, int] | None, tiny: Path, tmp_path: Path
 ) -> None:
     config = make_config(training=SETTINGS, model={"name": "tiny", "lora": lora})
     engine = PolicyTrainer(config, tiny)
-    train(engine, make_rows, range(2))
+    train(engine, range(2))
     engine.save(tmp_path / "at once", {})
     copy = engine.copy_state({})
-    train(engine, make_rows, range(2, 4))
+    train(engine, range(2, 4))
     copy.write(tmp_path / "later")
-    for name in made_of(copy, tmp_path / "again"):
+    for name in sorted(copy.write(tmp_path / "again")):
         assert (tmp_path / "later" / name).read_bytes() == (tmp_path / "at once" / name).read_bytes(), name
-
-
-def made_of(copy: StateCopy, folder: Path) -> list[str]:
-    return sorted(copy.write(folder))
 
 
 def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
@@ -185,7 +167,7 @@ def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
     assert rates("constant", updates=2)[5:7] == [6 / 7, 1.0]
 
 
-def test_weight_decay_spares_norms_and_biases(make_model: Callable, make_config: Callable) -> None:
+def test_weight_decay_spares_norms_and_biases(make_model: Callable) -> None:
     engine = PolicyTrainer(make_config(training={"weight_decay": 0.5}), make_model("qwen2"))
     decayed, spared = engine.optimizer.parts[0].param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.5, 0.0)
@@ -194,7 +176,7 @@ def test_weight_decay_spares_norms_and_biases(make_model: Callable, make_config:
 
 
 def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_two_or_three(
-    tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[RankMesh]]
+    tiny: Path, tmp_path: Path, thread_ranks: Callable[[int], list[RankMesh]]
 ) -> None:
     two, (made, by_second) = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
     assert {"trainer.pt", "model/model.safetensors"} <= made.keys()
@@ -206,7 +188,7 @@ def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_two_or_three(
 
 
 def test_ranks_with_random_numbers_of_their_own_get_them_back_and_others_are_refused(
-    tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[RankMesh]]
+    tiny: Path, tmp_path: Path, thread_ranks: Callable[[int], list[RankMesh]]
 ) -> None:
     two, _ = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
     torch.manual_seed(5)
@@ -226,6 +208,4 @@ def save_on_two_ranks(
 ) -> tuple[list[RankMesh], list[dict[str, str]]]:
     two = thread_ranks(2)
     engines = [PolicyTrainer(config, model, rank) for rank in two]
-    with ThreadPoolExecutor(2) as threads:
-        made = [threads.submit(engine.save, folder, {"version": 3}) for engine in engines]
-        return two, [each.result(30.0) for each in made]
+    return two, side_by_side([lambda e=engine: e.save(folder, {"version": 3}) for engine in engines])

@@ -21,6 +21,7 @@ from asyncrl.errors import ConfigError, JournalError
 from asyncrl.protocols.messages import Checkpointed
 from tests.memory_objects import MemoryObjects
 from tests.unit.engines.training.test_trainer_checkpoint import SETTINGS, train
+from tests.unit.engines.training.tiny_training import make_config
 
 EXTRA = {"version": 0, "chain": "", "incarnation": 1}
 
@@ -66,7 +67,7 @@ async def committed(run_dir: Path, trainer: PolicyTrainer) -> None:
 
 @pytest.mark.parametrize(("dtype", "shards"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.float16, 3)])
 def test_an_untrained_checkpoint_holds_no_weights_and_resumes_bit_for_bit(
-    dtype: torch.dtype, shards: int, tmp_path: Path, make_model: Callable, make_rows: Callable, make_config: Callable
+    dtype: torch.dtype, shards: int, tmp_path: Path, make_model: Callable
 ) -> None:
     folder = stored_as(dtype, make_model("llama"), shards)
     config = make_config(training=SETTINGS)
@@ -77,20 +78,18 @@ def test_an_untrained_checkpoint_holds_no_weights_and_resumes_bit_for_bit(
     assert sum(name.endswith(".safetensors") for name in digests) == shards, "the manifest has the digest of each"
     weights = AutoModelForCausalLM.from_pretrained(checkpoint / "model", dtype=torch.float32).state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.named_tensors().items())
-    expected = train(whole, make_rows, range(3))
+    expected = train(whole, range(3))
     resumed, extra = PolicyTrainer.resume(config, checkpoint)
     assert extra == EXTRA
-    assert train(resumed, make_rows, range(3)) == expected
+    assert train(resumed, range(3)) == expected
     for name, tensor in whole.named_tensors().items():
         assert torch.equal(tensor, resumed.named_tensors()[name]), name
 
 
-def test_later_checkpoints_hold_their_weights(
-    tmp_path: Path, make_model: Callable, make_rows: Callable, make_config: Callable
-) -> None:
+def test_later_checkpoints_hold_their_weights(tmp_path: Path, make_model: Callable) -> None:
     folder = make_model("llama")
     trainer = prepared(make_config(), folder)
-    train(trainer, make_rows, range(1))
+    train(trainer, range(1))
     trainer.save(tmp_path / "trained", EXTRA)
     resumed, _ = PolicyTrainer.resume(make_config(), tmp_path / "trained")
     resumed.save(tmp_path / "resumed", EXTRA)
@@ -99,22 +98,18 @@ def test_later_checkpoints_hold_their_weights(
         assert held(checkpoint) >= held(folder)
 
 
-def test_weights_of_a_type_that_float32_rounds_are_copied(
-    tmp_path: Path, make_model: Callable, make_config: Callable
-) -> None:
+def test_weights_of_a_type_that_float32_rounds_are_copied(tmp_path: Path, make_model: Callable) -> None:
     prepared(make_config(), stored_as(torch.float64, make_model("llama"))).save(tmp_path / "0", EXTRA)
     assert load_file(tmp_path / "0" / "model" / "model.safetensors")["model.norm.weight"].dtype == torch.float32
 
 
-def test_adapters_are_copied(tmp_path: Path, make_model: Callable, make_config: Callable) -> None:
+def test_adapters_are_copied(tmp_path: Path, make_model: Callable) -> None:
     prepared(make_config(model={"name": "tiny", "lora": {}}), make_model("llama")).save(tmp_path / "0", EXTRA)
     assert not (tmp_path / "0" / "model" / "adapter_model.safetensors").is_symlink()
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-async def test_links_to_the_model_of_a_run_move_with_it(
-    is_link: bool, tmp_path: Path, make_model: Callable, make_config: Callable
-) -> None:
+async def test_links_to_the_model_of_a_run_move_with_it(is_link: bool, tmp_path: Path, make_model: Callable) -> None:
     model = tmp_path / "run" / "model"
     cached = make_model("llama")
     model.parent.mkdir()
@@ -126,9 +121,7 @@ async def test_links_to_the_model_of_a_run_move_with_it(
     assert link.readlink() == Path("../../../model/model.safetensors")
 
 
-async def test_a_copy_in_a_store_of_objects_has_the_weights_themselves(
-    tmp_path: Path, make_model: Callable, make_config: Callable
-) -> None:
+async def test_a_copy_in_a_store_of_objects_has_the_weights_themselves(tmp_path: Path, make_model: Callable) -> None:
     run_dir = tmp_path / "run"
     folder = make_model("llama")
     objects = MemoryObjects()
@@ -147,7 +140,7 @@ async def test_a_copy_in_a_store_of_objects_has_the_weights_themselves(
 
 @pytest.mark.parametrize(("change", "words"), [("edit", "was changed or damaged"), ("remove", "is missing")])
 async def test_a_resume_from_weights_that_are_others_by_now_is_refused(
-    change: str, words: str, tmp_path: Path, make_model: Callable, make_config: Callable
+    change: str, words: str, tmp_path: Path, make_model: Callable
 ) -> None:
     folder = make_model("llama")
     await committed(tmp_path / "run", prepared(make_config(), folder))
@@ -170,7 +163,7 @@ async def test_a_resume_from_weights_that_are_others_by_now_is_refused(
 
 
 def test_files_that_only_others_write_are_linked(
-    tmp_path: Path, make_model: Callable, make_config: Callable, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_model: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_model("llama")
     synced = []

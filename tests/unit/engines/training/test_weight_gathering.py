@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import Any, TypeAlias
 
 import pytest
@@ -11,11 +10,12 @@ from torch import Tensor
 
 from asyncrl.engines.ranks import weight_gathering
 from asyncrl.engines.ranks.pipeline import StageTensor
-from asyncrl.engines.ranks.rank_mesh import RankMesh, Ranks
+from asyncrl.engines.ranks.rank_mesh import RankMesh
 from asyncrl.engines.ranks.weight_gathering import OwnSlice, WeightGathering, gather_for_generation
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
 from asyncrl.lanes.weights.slot_memory import WeightsSpec
 from asyncrl.protocols.rank_layout import Layout
+from tests.unit.conftest import ThreadRank, thread_group
 from tests.unit.protocols.resharding_cost import formula
 
 LAYOUT = Layout(tp=4, dp=2, generation_tp=2)
@@ -23,29 +23,7 @@ WHOLE = {"q": (torch.randn(16, 6), 0), "o": (torch.randn(6, 16), 1), "bias": (to
 SECONDS = 20
 
 
-class ThreadRanks(Ranks):
-    """A rank of a group of threads. boxes: one of each rank."""
-
-    def __init__(self, rank: int, boxes: list[Tensor | None], barrier: Barrier) -> None:
-        self.rank = rank
-        self.size = len(boxes)
-        self.exchanges = 0
-        self._boxes = boxes
-        self._barrier = barrier
-
-    def gather_equal(self, values: Tensor) -> list[Tensor]:
-        self.exchanges += 1
-        self._boxes[self.rank] = values
-        self._barrier.wait(SECONDS)
-        found = [box.clone() for box in self._boxes if box is not None]
-        self._barrier.wait(SECONDS)
-        return found
-
-    def shared(self, values: Tensor, source: int) -> Tensor:
-        return self.gather_equal(values)[source]
-
-
-Gathered: TypeAlias = tuple[dict[str, Tensor], WeightGathering, ThreadRanks]
+Gathered: TypeAlias = tuple[dict[str, Tensor], WeightGathering, ThreadRank]
 
 
 def gathered(dtype: torch.dtype) -> list[Gathered]:
@@ -57,12 +35,13 @@ def gathered(dtype: torch.dtype) -> list[Gathered]:
     return run(Regrouping(LAYOUT), slices, dtype)
 
 
+def connected(groups: list[list[int]]) -> dict[int, ThreadRank]:
+    """Returns the end of each rank, by rank."""
+    return {rank: own for members in groups for rank, own in zip(members, thread_group(len(members)), strict=True)}
+
+
 def run(regrouping: Regrouping, slices: Callable[[int], dict[str, OwnSlice]], dtype: torch.dtype) -> list[Gathered]:
-    groups: dict[int, ThreadRanks] = {}
-    for members in regrouping.layout.groups("gathering"):
-        boxes: list[Tensor | None] = [None] * len(members)
-        barrier = Barrier(len(members))
-        groups |= {rank: ThreadRanks(place, boxes, barrier) for place, rank in enumerate(members)}
+    groups = connected(regrouping.layout.groups("gathering"))
 
     def gather(rank: int) -> Gathered:
         gathering = WeightGathering(regrouping, rank, groups[rank])
@@ -130,26 +109,6 @@ HELD = {"embedding": (0, STAGES - 1), **LAYERS, "norm": (STAGES - 1,)}
 TENSORS = {name: torch.full((8, 6), float(number)) for number, name in enumerate(HELD)}
 SPEC = WeightsSpec.of({name: tuple(each.shape) for name, each in TENSORS.items()}, "float32")
 LAYER_BYTES = TENSORS["norm"].nbytes
-
-
-class TellingRanks(ThreadRanks):
-    """Threads that tell values too."""
-
-    def told(self, value: Any, source: int) -> Any:
-        self._boxes[self.rank] = value
-        self._barrier.wait(SECONDS)
-        found = self._boxes[source]
-        self._barrier.wait(SECONDS)
-        return found
-
-
-def connected(groups: list[list[int]]) -> dict[int, TellingRanks]:
-    found: dict[int, TellingRanks] = {}
-    for members in groups:
-        boxes: list[Any] = [None] * len(members)
-        barrier = Barrier(len(members))
-        found |= {rank: TellingRanks(place, boxes, barrier) for place, rank in enumerate(members)}
-    return found
 
 
 @pytest.mark.parametrize("generation_pp", [1, 2, 4])

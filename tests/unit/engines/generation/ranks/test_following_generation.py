@@ -26,16 +26,16 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.lanes.control.message_codec import decode, encode
 from asyncrl.lanes.weights.handover import WeightHandover
+from tests.unit.conftest import ThreadRank
 from tests.unit.engines.generation.conftest import engine_config, make_model
 from tests.unit.engines.generation.ranks.engine_process import versions_of
-from tests.unit.engines.training.test_weight_gathering import ThreadRanks
 from tests.unit.services.conftest import worker_context as worker_context
 
 SHAPE = {"slots": 4, "max_prompt_tokens": 40, "max_new_tokens": 24}
 LIMIT = 60.0
 
 
-class SummingRanks(ThreadRanks):
+class SummingRanks(ThreadRank):
     """Threads that sum in rank order."""
 
     def sum(self, values: Tensor) -> Tensor:

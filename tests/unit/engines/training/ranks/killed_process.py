@@ -1,7 +1,7 @@
 """Ranks of a trainer, forked from this process, of which one kills itself at a point of a step: the others leave what
 they saw in files.
 
-python killed_process.py FOLDER LAYOUT
+python killed_process.py FOLDER
 """
 
 import json
@@ -11,9 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,6 +27,8 @@ from tests.unit.engines.training.ranks.forked_ranks import run_ranks
 from tests.unit.engines.training.ranks.stage_process import rows_of
 
 PATIENCE = 3600.0
+Death: TypeAlias = tuple[str, int, str]
+"""Layout, rank and point."""
 LAYOUTS = {"dp": Layout(dp=2), "shard": Layout(shard=2), "tp": Layout(tp=2), "pp": Layout(pp=2), "ep": Layout(ep=2)}
 POINTS = ("rows", "forward", "backward", "optimizer", "publish", "checkpoint")
 """Where a rank dies: before ranks agree that no row is lost, in a forward and before a backward pass, before the
@@ -38,7 +39,9 @@ class Case:
     """One death. folder: has its files, by name. dies: whether this rank does."""
 
     def __init__(self, folder: Path, *, dies: bool) -> None:
-        self.folder, self._dies, self._point = folder, dies, folder.name.split()[2]
+        self.folder = folder
+        self._dies = dies
+        self._point = folder.name.split()[2]
 
     def at(self, point: str, *_: Any) -> None:
         if self._dies and point == self._point:
@@ -83,19 +86,19 @@ def train(trainer: PolicyTrainer, mesh: RankMesh, case: Case) -> str:
     return ""
 
 
-def run_case(layout: Layout, dies: int, folder: Path) -> list[int]:
+def run_case(trial: dict[str, Any], death: Death, folder: Path) -> list[int]:
     """Returns how the ranks ended, as `os.waitpid` says it."""
+    layout, dies, _ = death
 
     def live(mesh: RankMesh) -> None:
         case = Case(folder, dies=mesh.rank == dies)
-        trial = json.loads((folder.parent / "trial.json").read_text())
-        trainer = PolicyTrainer(Config.model_validate(trial["config"]), Path(trial["model"]), mesh)
+        trainer = PolicyTrainer(Config.model_validate(trial["config"]), Path(trial["models"][layout]), mesh)
         case.watch(trainer)
         lost = train(trainer, mesh, case)
         seen = {"lost": lost, "seconds": time.monotonic() - float(case.folder.read_text())}
         case.folder.with_suffix(".json").write_text(json.dumps(seen))
 
-    return run_ranks(layout, live, PATIENCE)
+    return run_ranks(LAYOUTS[layout], live, PATIENCE)
 
 
 if __name__ == "__main__":
@@ -103,7 +106,7 @@ if __name__ == "__main__":
     for module in ("tensor.parallel", "fsdp", "pipelining"):  # Ranks share what is imported before they are forked.
         import_module(f"torch.distributed.{module}")
     root = Path(sys.argv[1])
-    name = sys.argv[2]
-    for dies, point in product((0, 1), POINTS):
-        codes = run_case(LAYOUTS[name], dies, root / f"{name} {dies} {point}")
-        (root / f"{name} {dies} {point}.codes").write_text(json.dumps(codes))
+    described = json.loads((root / "trial.json").read_text())
+    for layout, dies, point in described["deaths"]:
+        codes = run_case(described, (layout, dies, point), root / f"{layout} {dies} {point}")
+        (root / f"{layout} {dies} {point}.codes").write_text(json.dumps(codes))

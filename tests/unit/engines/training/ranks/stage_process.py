@@ -1,12 +1,13 @@
-"""Ranks of one layout, forked from this process: they train what the test describes, and leave what they saw in files.
+"""Ranks of several layouts in turn, forked from this process: they train what the test describes, and leave what they
+saw in files.
 
-python stage_process.py FOLDER LAYOUT
+python stage_process.py FOLDER
 """
 
 import json
 import subprocess
 import sys
-from dataclasses import asdict, astuple, replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,18 +82,17 @@ def trained(trainer: PolicyTrainer, steps: int) -> list[tuple[Any, ...]]:
     return [(each.updates, each.skipped, each.trained, each.metrics, [*map(astuple, each.samples)]) for each in found]
 
 
-def found_by_ranks(made: dict[str, dict[str, Any]], folder: Path, layout: Layout) -> None:
-    """Trains each trial with ranks that are forked from one process, and adds to it what each rank found."""
+def found_by_ranks(made: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Trains each trial with the ranks of its layout, and adds to it what each rank found."""
     (folder / "trials.json").write_text(json.dumps(made))
-    sizes = json.dumps({key: size for key, size in asdict(layout).items() if size and size != 1})
-    subprocess.run([sys.executable, __file__, str(folder), sizes], check=True, timeout=500)
+    subprocess.run([sys.executable, __file__, str(folder)], check=True, timeout=500)
     for name, trial in made.items():
-        ranks = range(layout.size)
+        ranks = range(Layout(**trial["layout"]).size)
         trial |= {"folder": str(folder / name), "found": [torch.load(folder / f"{name}-{rank}.pt") for rank in ranks]}
 
 
-def run_trials(folder: Path, mesh: RankMesh) -> None:
-    for name, trial in json.loads((folder / "trials.json").read_text()).items():
+def run_trials(folder: Path, trials: dict[str, dict[str, Any]], mesh: RankMesh) -> None:
+    for name, trial in trials.items():
         torch.save(run_trial(mesh, folder / name, trial), folder / f"{name}-{mesh.rank}.pt")
 
 
@@ -107,7 +107,7 @@ def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, 
     held = sum(own_part(each).numel() for each in trainer.model.whole.parameters() if not each.is_meta)
     folder.mkdir(exist_ok=True)
     trainer.save(folder, {"steps": len(steps)})
-    mesh.everyone.sum(torch.zeros(1))  # Both have saved.
+    mesh.everyone.sum(torch.zeros(1))  # All have saved.
     resumed, _ = PolicyTrainer.resume(config, folder, mesh, texts, Path(trial["model"]))
     again = run_step(resumed, share_of(resumed, len(steps)), 0, len(steps)).metrics
     return {
@@ -123,6 +123,11 @@ def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    wanted = Layout(**json.loads(sys.argv[2]))
-    codes = run_ranks(wanted, partial(run_trials, Path(sys.argv[1])))
-    assert codes == [0] * wanted.size, f"ranks ended with {codes}"
+    root = Path(sys.argv[1])
+    by_layout: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, trial in json.loads((root / "trials.json").read_text()).items():
+        by_layout.setdefault(json.dumps(trial["layout"]), {})[name] = trial
+    for sizes, trials in by_layout.items():
+        wanted = Layout(**json.loads(sizes))
+        codes = run_ranks(wanted, partial(run_trials, root, trials))
+        assert codes == [0] * wanted.size, f"ranks ended with {codes}"

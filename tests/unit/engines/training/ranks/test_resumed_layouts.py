@@ -27,26 +27,19 @@ from tests.unit.engines.training.ranks import layout_process
 from tests.unit.engines.training.ranks.layout_process import TensorBytes, scores_of, whole
 from tests.unit.engines.training.ranks.stage_process import rows_of
 
-TRIALS: dict[str, list[dict[str, int]]] = {
+OF_LLAMA: dict[str, list[dict[str, int]]] = {
     "shards to one": [{"shard": 2}, {}],
-    "one to layers": [{}, {"tp": 2}],
     "stages to shards": [{"pp": 2}, {"shard": 2}],
     "layers and shards to copies": [{"tp": 2, "shard": 2}, {"dp": 2}],
     "uneven shards to stages": [{"shard": 3}, {"pp": 2, "tp": 2}],
 }
 OF_EXPERTS: dict[str, list[dict[str, int]]] = {
-    "experts to one": [{"ep": 2}, {}],
     "one to experts": [{}, {"dp": 2, "ep": 2}],
-    "experts to shards": [{"ep": 2}, {"shard": 2}],
     "copies to experts": [{"dp": 2, "ep": 2}, {"ep": 4}],
 }
-"""Those of a model with layers of experts."""
-BOTH = TRIALS | OF_EXPERTS
-PARTED = [name for name, (first, _) in BOTH.items() if first]
-OF_LAYERS = [name for name in PARTED if name in TRIALS]
-"""Ranks that share out experts do not sample."""
-OF_FROZEN = [name for name in OF_LAYERS if "pp" not in TRIALS[name][0]]
-"""Trials whose layouts a reward model can have."""
+"""Those of a model with layers of experts. Ranks that share out experts do not sample."""
+TRIALS = OF_LLAMA | OF_EXPERTS
+PARTED = [name for name, (first, _) in TRIALS.items() if first]
 COUNTERS = 4096
 """Most bytes of what moments hold beside two numbers for each weight."""
 
@@ -67,7 +60,7 @@ def folder(config: Config, make_model: Callable[..., Path], tmp_path_factory: py
     judge = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
     judge.save_pretrained(folder / "judge")
     AutoTokenizer.from_pretrained(policy).save_pretrained(folder / "judge")
-    _run(folder, config, policy, TRIALS)
+    _run(folder, config, policy, OF_LLAMA)
     _run(folder, config, make_model("qwen3_moe"), OF_EXPERTS)
     return folder
 
@@ -86,10 +79,10 @@ def _run(folder: Path, config: Config, model: Path, layouts: dict[str, list[dict
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", TRIALS)
 def test_another_layout_resumes_bit_for_bit(name: str, folder: Path, config: Config) -> None:
     expected = torch.load(folder / f"{name}-0-0.pt")["whole"]
-    if BOTH[name][1]:
+    if TRIALS[name][1]:
         found = torch.load(folder / f"{name}-1-0.pt")
     else:
         one, extra = PolicyTrainer.resume(config, folder / name)
@@ -100,18 +93,29 @@ def test_another_layout_resumes_bit_for_bit(name: str, folder: Path, config: Con
 
 @pytest.mark.parametrize("name", PARTED)
 def test_no_rank_holds_more_than_its_share_and_a_tensor(name: str, folder: Path) -> None:
-    """Counts tensor bytes: weights and two moments are copied once, and a version is gathered tensor by tensor in the
-    wire's type, which takes a tensor, its pieces and the part of this rank."""
-    layout = Layout(**BOTH[name][0])
+    """Counts tensor bytes. While a model is loaded its parts have memory, and one tensor that is read; weights and two
+    moments are copied once; a version is gathered tensor by tensor in the wire's type, which takes a tensor, its pieces
+    and the part of this rank."""
+    layout = Layout(**TRIALS[name][0])
+    expected = scores_of(load_score_model(folder / "judge", "cpu"))
     for rank in range(layout.size):
-        found = torch.load(folder / f"{name}-0-{rank}.pt")["bytes"]
-        assert found["copy"] <= 3 * found["share"] + COUNTERS
-        assert found["copy"] > 0 or layout.place(rank).dp >= layout.shard * layout.ep, "copies write nothing"
-        assert found["write"] == 0
-        assert 0 < found["publish"] <= 3 * found["largest"]
+        found = torch.load(folder / f"{name}-0-{rank}.pt")
+        saved = found["bytes"]
+        assert saved["copy"] <= 3 * saved["share"] + COUNTERS
+        assert saved["copy"] > 0 or layout.place(rank).dp >= layout.shard * layout.ep, "copies write nothing"
+        assert saved["write"] == 0
+        assert 0 < saved["publish"] <= 3 * saved["largest"]
+        judge = [found["judge"]] if "judge" in found else []
+        for loading in (found["loading"], *judge):
+            assert loading["compared"]
+            assert loading["different"] == []
+            assert 0 < loading["load"] <= loading["share"] + loading["largest"]
+        for each in judge:
+            assert each["loaded whole"] == ""
+            torch.testing.assert_close(each["scores"], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", OF_LAYERS)
+@pytest.mark.parametrize("name", OF_LLAMA)
 def test_each_rank_gathers_the_whole_model_to_sample_with_and_nothing_twice(name: str, folder: Path) -> None:
     """Three shards of numbers of rows that they do not divide send rows to fill up, which are at most two a tensor."""
     ranks = [torch.load(folder / f"{name}-0-{rank}.pt") for rank in range(Layout(**TRIALS[name][0]).size)]
@@ -123,27 +127,6 @@ def test_each_rank_gathers_the_whole_model_to_sample_with_and_nothing_twice(name
         missing = sum(tensor.nbytes for tensor in gathered.values()) - each["sampling"]["own"]
         fill = sum(2 * tensor[0].nbytes for tensor in gathered.values()) if TRIALS[name][0].get("shard") == 3 else 0
         assert 0 < missing <= each["sampling"]["received"] <= missing + fill
-
-
-@pytest.mark.parametrize("name", PARTED)
-def test_a_rank_loads_its_share_alone_and_that_bit_for_bit(name: str, folder: Path) -> None:
-    """Counts tensor bytes: while a model is loaded its parts have memory, and one tensor that is read."""
-    for rank in range(Layout(**BOTH[name][0]).size):
-        found = torch.load(folder / f"{name}-0-{rank}.pt")["loading"]
-        assert found["compared"]
-        assert found["different"] == []
-        assert 0 < found["load"] <= found["share"] + found["largest"]
-
-
-@pytest.mark.parametrize("name", OF_FROZEN)
-def test_a_rank_of_a_reward_model_loads_its_share_alone(name: str, folder: Path) -> None:
-    expected = scores_of(load_score_model(folder / "judge", "cpu"))
-    for rank in range(Layout(**TRIALS[name][0]).size):
-        found = torch.load(folder / f"{name}-0-{rank}.pt")["judge"]
-        assert found["different"] == []
-        assert found["loaded whole"] == ""
-        assert 0 < found["load"] <= found["share"] + found["largest"]
-        torch.testing.assert_close(found["scores"], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, second) in TRIALS.items() if Layout(**second).size > 1])
