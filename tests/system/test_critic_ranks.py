@@ -86,7 +86,7 @@ class OneRank(NamedTuple):
     critic: CriticTrainer
 
     def values(self, rows: list[TrainRow]) -> list[np.ndarray]:
-        return self.critic.values([each.prompt_ids for each in rows], [each.response_ids for each in rows])
+        return self.critic.values(rows)
 
     def learn(self, rows: list[TrainRow], version: int) -> dict[str, float]:
         updates = self.critic.optimizer.updates

@@ -80,7 +80,7 @@ def plain_loop(config: Config, model: Path) -> list[dict[str, float]]:
 
 
 def judged(critic: CriticTrainer, signal: ValueTarget, row: TrainRow) -> TrainRow:
-    (values,) = critic.values([row.prompt_ids], [row.response_ids])
+    (values,) = critic.values([row])
     return replace(row, cost=row.advantage, **{signal.values: values, signal.valued_at: critic.optimizer.updates})
 
 

@@ -7,7 +7,8 @@ rows ── mask_rows ──> what of each enters the loss ── micro_batches 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from operator import add
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -228,11 +229,13 @@ def lay_out_rows(
     the prompt, and of several contexts each is a row of the model. budget: tokens of one pass; contexts over it take
     several, and a longer one a pass of its own. replayed: with the experts that rows have recorded, all or none."""
     contexts = [each for row in rows for each in contexts_of(row)]
-    targets = [each.response[each.sampled] for each in contexts]
-    temperatures = np.repeat(np.array([each.temperature for each in contexts], np.float32), [*map(len, targets)])
-    sizes = [len(each.prompt) + len(each.response) for each in contexts]
-    replayed = replayed and contexts[0].experts is not None
-    packs = packs and not replayed and not any(each.pictures for each in contexts)
+    columns: Any = zip(*contexts, strict=True)
+    prompts, responses, sampled, of_contexts, experts, pictures = columns
+    targets = [response[own] for response, own in zip(responses, sampled, strict=True)]
+    temperatures = np.repeat(np.array(of_contexts, np.float32), [*map(len, targets)])
+    sizes = [*map(add, map(len, prompts), map(len, responses))]
+    replayed = replayed and experts[0] is not None
+    packs = packs and not replayed and not any(pictures)
     order: Tensor | None = None
     if (sum(sizes) if packs else len(sizes) * max(sizes)) <= budget:
         passes: tuple[ModelInput, ...] = (_model_input(contexts, device, budget, packs=packs, replayed=replayed),)
@@ -253,18 +256,18 @@ def lay_out_rows(
 def _model_input(
     contexts: Sequence[Context], device: torch.device, budget: float, *, packs: bool, replayed: bool
 ) -> ModelInput:
-    prompts = [each.prompt for each in contexts]
-    responses = [each.response for each in contexts]
+    columns: Any = zip(*contexts, strict=True)
+    prompts, responses, sampled, _, _, pictures = columns
     packed = pack_rows(prompts, responses, budget, shared_from(device.type)) if packs else None
     ids, states = _padded_rows(prompts, responses) if packed is None else (packed.ids[None], packed.states)
-    positions = [state[each.sampled] for state, each in zip(states, contexts, strict=True)]
+    positions = [state[own] for state, own in zip(states, sampled, strict=True)]
     return ModelInput(
         torch.from_numpy(ids).to(device),
         torch.from_numpy(np.concatenate(positions)).to(device),
         None if packed is None else torch.from_numpy(packed.position_ids[None]).to(device),
         None if packed is None else PackedAttention(packed.segments, device),
         _padded_experts(contexts, ids.shape[1], device) if replayed else None,
-        PictureInput.of([each.pictures for each in contexts], ids.shape[1], device),
+        PictureInput.of(pictures, ids.shape[1], device),
     )
 
 

@@ -220,7 +220,7 @@ class Optimizer:
             if own is not parameter:
                 own.data = own_part(parameter.detach())
 
-    def _numbered(self, part: torch.optim.Optimizer) -> list[Any]:
+    def _weights_of(self, part: torch.optim.Optimizer) -> list[Any]:
         """Returns the weights in the order in which a part numbers their states."""
         return [self._trained[each] for group in part.param_groups for each in group["params"]]
 
@@ -231,7 +231,7 @@ class Optimizer:
     def state_tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yields the tensors of the states, parts as they are: a name for `load`, the tensor, and its weight."""
         for number, (part, state) in enumerate(zip(self.parts, self.states(), strict=True)):
-            parameters = self._numbered(part)
+            parameters = self._weights_of(part)
             for index, values in state["state"].items():
                 for key, tensor in values.items():
                     yield f"{number}.{index}.{key}", tensor, parameters[index]
@@ -267,7 +267,7 @@ class Optimizer:
         counts = [[len(group["params"]) for group in state["param_groups"]] for state in states]
         own = [[len(group["params"]) for group in part.param_groups] for part in self.parts]
         for part, state in zip(self.parts, states, strict=False):
-            parameters = self._numbered(part)
+            parameters = self._weights_of(part)
             for number, values in state["state"].items():
                 known = parameters[number] if number < len(parameters) else None
                 moments = [tuple(values[key].shape) for key in MOMENTS if values.get(key) is not None]
@@ -289,7 +289,7 @@ class Optimizer:
     ) -> dict[str, Any]:
         """Returns the state with tensors changed; `change` is also given the parameter of the model. That of weights of
         other pipeline stages is left out. Plain values, as bitsandbytes' number of steps, stay as they are."""
-        parameters = self._numbered(part)
+        parameters = self._weights_of(part)
         changed = {
             number: {
                 key: change(value, parameters[number]) if isinstance(value, Tensor | StoredTensor) else value

@@ -243,8 +243,9 @@ class Context(NamedTuple):
 
 def contexts_of(row: ModelRow) -> list[Context]:
     """Returns the contexts of a row, in the order in which they began."""
-    tokens = len(row.prompt_ids) + len(row.response_ids)
-    experts = None if row.experts is None else row.experts.reshape(tokens, -1)
+    experts = row.experts
+    if experts is not None:
+        experts = experts.reshape(len(row.prompt_ids) + len(row.response_ids), -1)
     if row.spans is None:
         return [Context(row.prompt_ids, row.response_ids, ALL_SAMPLED, row.temperature, experts, row.pictures)]
     assert row.pictures is None, "episodes have no pictures"

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.engines.generation.engine_interface import Completion
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
 from asyncrl.engines.generation.turn_requests import ROW, Trajectory, Turn, TurnRequests
-from asyncrl.engines.training.train_rows import contexts_of
+from asyncrl.engines.training.train_rows import SampleRow, contexts_of
 from asyncrl.environments.transcript import context_message, transcript_column
 from asyncrl.errors import TaskError
 from asyncrl.protocols.batch import Batch, Column, RowRef
@@ -112,7 +112,7 @@ class Episode:
 
 def trained(row: Trajectory) -> list[list[int]]:
     """Returns the sampled tokens of each context of a row, as the trainer reads it."""
-    found = contexts_of(row.prompt.astype(np.int64), row.response.astype(np.int64), row.spans)
+    found = contexts_of(SampleRow(row.prompt.astype(np.int64), row.response.astype(np.int64), spans=row.spans))
     return [np.asarray(each.response)[each.sampled].tolist() for each in found]
 
 

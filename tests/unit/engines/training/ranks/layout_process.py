@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -127,8 +128,7 @@ def judged(folder: Path, mesh: RankMesh) -> dict[str, Any]:
 
 @torch.no_grad()
 def scores_of(model: ValueModel) -> Tensor:
-    rows = rows_of(0)
-    return model.scores([row.prompt_ids for row in rows], [row.response_ids for row in rows])
+    return model.scores([np.concatenate([row.prompt_ids, row.response_ids]) for row in rows_of(0)])
 
 
 def saved(trainer: PolicyTrainer, folder: Path) -> dict[str, int]:
