@@ -285,7 +285,7 @@ def _padded_experts(contexts: Sequence[Context], length: int, device: torch.devi
 
 def _padded_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
     """Returns ids [rows, length] and the states that predict each response, as in ModelRows."""
-    length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)) - 1
+    length = max(map(add, map(len, prompts), map(len, responses))) - 1
     ids = np.zeros((len(prompts), length), np.int64)
     states = []
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):

@@ -282,6 +282,13 @@ def test_a_rejection_compares_with_the_start_of_the_step_in_every_update(tiny: P
         assert sample.rejected == (np.exp(log_weight) - 1 - log_weight > 0.02).sum()
 
 
+def test_the_same_rows_give_the_same_bits(tiny: Path) -> None:
+    trainers = [policy(tiny, training={"micro_batch_tokens": 100}) for _ in range(2)]
+    first, second = ([step(each, make_rows(10), VERSION + number) for number in range(3)] for each in trainers)
+    assert first == second
+    assert same(*map(weights, trainers))
+
+
 # The account and chain of a step hold what entered the loss of an update that was taken, and nothing else.
 
 

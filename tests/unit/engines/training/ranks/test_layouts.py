@@ -66,7 +66,7 @@ CORE: dict[str, dict[str, Any]] = {
     "slices again": {"layout": SP, "family": "qwen3", "steps": 3, "training": AGAIN},
     "experts": {"layout": EP, "family": "qwen3_moe", "steps": 5, "training": {"updates": 2}},
     "copies of experts": {"layout": {"dp": 2, "ep": 2}, "family": "qwen3_moe", "steps": 5},
-    "replayed experts": {"layout": EP, "family": "mixtral", "steps": 3, "training": {"router_replay": True}},
+    "replayed experts": {"layout": EP, "family": "mixtral", "steps": 5, "training": {"router_replay": True}},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "experts of qwen2_moe": {"layout": {"dp": 2, "ep": 2}, "family": "qwen2_moe", "steps": 5, "training": AGAIN},
