@@ -178,7 +178,8 @@ def _entries(folder: str) -> list[str]:
 def _can_freeze(folder: str) -> bool:
     """Returns whether the entries of a folder can be named one by one; those of the root have mounts of their own."""
     try:
-        return folder != "/" and sum(1 for _ in islice(os.scandir(folder), MOST_ENTRIES + 1)) <= MOST_ENTRIES
+        with os.scandir(folder) as entries:
+            return folder != "/" and sum(1 for _ in islice(entries, MOST_ENTRIES + 1)) <= MOST_ENTRIES
     except OSError:
         return False
 
