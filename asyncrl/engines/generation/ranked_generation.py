@@ -61,14 +61,6 @@ def request_of(plain: dict[str, Any]) -> SampleRequest:
     return replace(read, **{name: plain[name] for name in PLAIN})
 
 
-def plain_tokens(tokens: Ints) -> bytes:
-    return tokens.astype(np.int64).tobytes()
-
-
-def tokens_of(plain: bytes) -> Ints:
-    return np.frombuffer(plain, np.int64)
-
-
 NextCall = Callable[[], Awaitable[Call | None]]
 """Waits for the next call of the leader, as long as it is idle; None when the leader has ended. Raises PeerLost when it
 is gone."""
@@ -102,9 +94,9 @@ class FollowingEngine(TorchEngine):
             case "submit":
                 self.submit(*map(request_of, args[0]))
             case "end":
-                self.end([_three(key) for key in args[0]], args[1])
+                self.end(map(_three, args[0]), args[1])
             case "forget":
-                self.forget([_three(sample) for sample in args[0]], args[1])
+                self.forget(map(_three, args[0]), args[1])
             case "load":
                 self.load(weights, args[0], share=True)
             case "put_away":
@@ -113,15 +105,12 @@ class FollowingEngine(TorchEngine):
                 self.begin_again()
             case _:
                 assert name == "logprobs_after", f"the leader told {name!r}"
-                self.logprobs_after(tokens_of(args[0]))
+                self.logprobs_after(np.array(args[0], np.int64))
 
     def _step_with_leader(self) -> None:
-        while not math.isnan(now := self._announced()):
+        while not math.isnan(now := float(self._ranks.everyone.shared(torch.zeros(1, dtype=torch.float64), 0))):
             self._now = now
             self.step()
-
-    def _announced(self) -> float:
-        return float(self._ranks.everyone.shared(torch.zeros(1, dtype=torch.float64), 0))
 
 
 def _three(numbers: list[Any]) -> tuple[int, int, int]:
@@ -150,10 +139,9 @@ class FollowingGeneration(RunsTorchEngine):
         self._calls = calls
         self._timeout = timeout
         self._offer: OfferedWeights | None = None
-        self._is_offered = asyncio.Event()
         self._steps_asked = 0  # Steps of the trainer in this process, before each of which all ranks put away.
         self._times_away = 0
-        self._went_away = asyncio.Event()
+        self._changed = asyncio.Condition()  # of the offer, or of the times away
 
     @classmethod
     async def open(
@@ -187,7 +175,9 @@ class FollowingGeneration(RunsTorchEngine):
         """Returns when the leader has put its weights away as often as it is asked for here, and this rank too. Raises
         DeadlineExceeded."""
         self._steps_asked += 1
-        await self._within(self._away(self._steps_asked), "the leader of the replica did not put its weights away")
+        asked = self._steps_asked
+        failed = "the leader of the replica did not put its weights away"
+        await self._within(self._until(lambda: self._times_away >= asked), failed)
 
     async def update(self, published: Published) -> None:
         await self.load_own(published.version)
@@ -199,7 +189,7 @@ class FollowingGeneration(RunsTorchEngine):
         assert self._worker.handover is not None, "the trainer's rank is in this process"
         tensors = self._worker.handover.take(version)
         self._offer = offer = OfferedWeights(version, tensors, asyncio.get_running_loop().create_future())
-        self._is_offered.set()
+        await self._tell_change()
         await self._within(offer.loaded, f"the leader of the replica did not load version {version}")
 
     async def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -216,8 +206,8 @@ class FollowingGeneration(RunsTorchEngine):
             await self._worker.compute.run(self.core.apply, call)
             if name == "put_away":
                 self._times_away += 1
-                self._went_away.set()
                 self._withdraw()
+                await self._tell_change()
 
     def close(self) -> None:
         self._offer = None
@@ -225,19 +215,22 @@ class FollowingGeneration(RunsTorchEngine):
     async def _load(self, call: Call) -> None:
         """Loads what the leader has loaded, as soon as this rank holds it."""
         version = call[2]
-        while self._offer is None or self._offer.version != version:
-            self._is_offered.clear()
-            await self._within(self._is_offered.wait(), f"the trainer's rank in this process gave no version {version}")
+        is_offered = self._until(lambda: self._offer is not None and self._offer.version == version)
+        await self._within(is_offered, f"the trainer's rank in this process gave no version {version}")
         offer = self._offer
+        assert offer is not None, "it was offered"
         self._offer = None
         await self._worker.compute.run(self.core.apply, call, offer.tensors)
         if not offer.loaded.done():
             offer.loaded.set_result(None)
 
-    async def _away(self, times: int) -> None:
-        while self._times_away < times:
-            self._went_away.clear()
-            await self._went_away.wait()
+    async def _until(self, true: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(true)
+
+    async def _tell_change(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     def _withdraw(self) -> None:
         """Ends the wait for a load that the leader has left out."""
@@ -334,7 +327,7 @@ class LeadingEngine(TorchEngine):
             super().put_away()
 
     def logprobs_after(self, prompt: Ints) -> NDArray[np.float32]:
-        with self._told("logprobs_after", plain_tokens(prompt), first=True):
+        with self._told("logprobs_after", prompt.tolist(), first=True):
             return super().logprobs_after(prompt)
 
     @contextmanager

@@ -185,15 +185,11 @@ def load_adapters(folder: Path, model: Any) -> None:
     """Copies adapters into a model that has layers for them. Raises WeightsError when names or shapes differ."""
     own = published_tensors(model)
     read = read_adapters(folder)
-    if shapes(own) != shapes(read):
-        different = sorted(name for name in {*own, *read} if shapes(own).get(name) != shapes(read).get(name))
+    shapes, found = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (own, read))
+    if different := sorted(name for name in {*own, *read} if shapes.get(name) != found.get(name)):
         raise WeightsError(f"{folder} has other adapters than this model; they differ in {', '.join(different[:4])}")
     for name, tensor in own.items():
         tensor.copy_(read[name])
-
-
-def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def merge(adapters: Path, base: Path, target: Path) -> None:

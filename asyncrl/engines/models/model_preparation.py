@@ -348,13 +348,12 @@ def _warm_up(demonstrations: Demonstrations, seed: int, making: Path, show: Show
 
     def warm() -> None:
         show("warming up a tiny model: loading torch")
-        if demonstrations.picture is not None:
-            from asyncrl.engines.models.warmed_up_picture_model import warm_up_with_pictures
+        from asyncrl.engines.models.warmed_up_model import warm_up, warm_up_with_pictures
 
-            return warm_up_with_pictures(demonstrations, seed, making, show)
-        from asyncrl.engines.models.warmed_up_model import warm_up
-
-        warm_up(demonstrations, seed, making, show, heads)
+        if demonstrations.picture is None:
+            warm_up(demonstrations, seed, making, show, heads)
+        else:
+            warm_up_with_pictures(demonstrations, seed, making, show)
 
     cache = WarmedModelCache(default_cache() / "warmed")
     _made_once(cache, recipe_digest(demonstrations, seed, heads), "the tiny model", making, show, warm)

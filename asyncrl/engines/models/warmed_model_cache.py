@@ -52,7 +52,6 @@ def recipe_digest(demonstrations: Demonstrations, seed: int, heads: int) -> str:
     found.update(json.dumps(recipe).encode())
     found.update((Path(__file__).parent / "warmed_up_model.py").read_bytes())
     if demonstrations.picture is not None:
-        found.update((Path(__file__).parent / "warmed_up_picture_model.py").read_bytes())
         found.update(f"{demonstrations.question}{EYES}{MOST_PIXELS}".encode())
     source = random.Random(seed)
     for _ in range(demonstrations.steps * BATCH):

@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.prompt_pictures import PIXELS, read_pictures
-from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, build_picture_tokenizer, save
+from asyncrl.engines.models.warmed_up_model import build_picture_model, build_picture_tokenizer, save
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.messages import PromptGroup

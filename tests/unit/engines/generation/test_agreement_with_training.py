@@ -18,7 +18,7 @@ from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.train_rows import TrainRow
 from asyncrl.engines.training.training_step import run_step
-from tests.unit.engines.generation.lab import KNOWN, Lab, drain, requests, same
+from tests.unit.engines.generation.conftest import KNOWN, Lab, drain, requests, same
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
 ENDS = (2, 3)

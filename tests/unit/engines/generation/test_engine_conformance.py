@@ -28,7 +28,7 @@ from asyncrl.errors import PeerLost
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.lanes.weights.arena import open_reader, open_writer
 from asyncrl.protocols.messages import Published
-from tests.unit.engines.generation.conftest import engine_config, make_model
+from tests.unit.engines.generation.conftest import engine_config, going_on, make_model, plain_logprobs
 from tests.unit.services.conftest import worker_context as worker_context
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]  # vLLM's start is in the first test.
@@ -61,13 +61,10 @@ class Played:
         while self.engine.load().running < len(requests):
             await asyncio.get_running_loop().run_in_executor(None, lambda: None)
 
-    def plain(self, completion: Completion) -> np.ndarray:
-        """Log-probs of the tokens by a forward of the newest published weights."""
-        ids = torch.from_numpy(np.concatenate([completion.request.prompt, completion.tokens]).astype(np.int64))
-        with torch.no_grad():
-            logits = self.model(ids[None]).logits[0, len(completion.request.prompt) - 1 : -1, :261]
-        every = (logits / completion.request.temperature).log_softmax(-1)
-        return every.gather(-1, ids[len(completion.request.prompt) :, None])[:, 0].numpy()
+    def check(self, *done: Completion) -> None:
+        """Their log-probs are those of a forward of the newest published weights."""
+        for each in done:
+            np.testing.assert_allclose(each.logprobs, plain_logprobs(self.model, each), atol=1e-4, rtol=0)
 
 
 Start = Callable[..., Any]
@@ -103,7 +100,7 @@ class TorchEngines:
         await played.engine.update(published)
         (found,) = (await played.sample(asked(1))).values()
         assert set(found.versions) == {1}
-        np.testing.assert_allclose(found.logprobs, played.plain(found), atol=1e-4, rtol=0)
+        played.check(found)
 
 
 class VllmEngines:
@@ -158,10 +155,12 @@ class VllmEngines:
 LONGEST = {"slots": 5, "max_prompt_tokens": 60, "max_new_tokens": 400}
 
 
-ENGINES = ["torch", *(["vllm", "vllm-tp2"] if find_spec("vllm") else [])]
+OF_VLLM = find_spec("vllm") is not None
+WHOLE = pytest.mark.parametrize("engines", ["torch", *(["vllm"] if OF_VLLM else [])], indirect=True, scope="module")
+"""Of a test that says nothing else of processes that share a model: a start of two takes a minute."""
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=["torch", *(["vllm", "vllm-tp2"] if OF_VLLM else [])])
 def engines(request: pytest.FixtureRequest, folder: Path) -> Iterator[TorchEngines | VllmEngines]:
     if request.param == "torch":
         yield TorchEngines()
@@ -217,8 +216,8 @@ async def test_an_engine_samples_as_the_service_expects(start: Start) -> None:
     async with start(slots=3, stop=["\ufffd"]) as played:
         engine = played.engine
         first = await played.sample(*(asked(number, temperature=0.8 + number / 10) for number in range(5)))
+        played.check(*first.values())
         for completion in first.values():
-            np.testing.assert_allclose(completion.logprobs, played.plain(completion), atol=1e-4, rtol=0)
             assert set(completion.versions) == {0}
             assert completion.tokens.max() < 261
             assert len(completion.tokens) <= 20
@@ -247,10 +246,7 @@ async def _ends_what_it_should(played: Played) -> None:
 
 
 async def _continues_turns(played: Played, before: Completion) -> None:
-    prompt = np.concatenate([before.request.prompt, before.tokens, np.array([30, 31, 32], np.int32)])
-    drawn = len(before.tokens)
-    later = await played.sample(replace(before.request, prompt=prompt, drawn=drawn, max_new_tokens=8))
-    np.testing.assert_allclose(later[0].logprobs, played.plain(later[0]), atol=1e-4, rtol=0)
+    played.check(*(await played.sample(going_on(before, 8, [30, 31, 32]))).values())
 
 
 async def _updates(played: Played) -> None:
@@ -260,7 +256,7 @@ async def _updates(played: Played) -> None:
     await played.engine.update(published)
     for completion in (await waiting).values():
         assert set(completion.versions) == {1}
-        np.testing.assert_allclose(completion.logprobs, played.plain(completion), atol=1e-4, rtol=0)
+        played.check(completion)
     after = await played.engine.logprobs_after(np.arange(5, 15))
     with torch.no_grad():
         expected = played.model(torch.arange(5, 15)[None]).logits[0, -1, :261].log_softmax(-1).numpy()
@@ -268,6 +264,7 @@ async def _updates(played: Played) -> None:
     np.testing.assert_allclose(after[likeliest], expected[likeliest], atol=1e-4, rtol=0)
 
 
+@WHOLE
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_each_token_has_the_version_that_sampled_it(start: Start, kv: str) -> None:
     """With version 1 the output is uniform over the tokens of the model: its log-probs tell what sampled them."""
@@ -284,6 +281,7 @@ async def test_each_token_has_the_version_that_sampled_it(start: Start, kv: str)
         assert any(1 in completion.versions for completion in found)
 
 
+@WHOLE
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_running_samples_go_on_with_old_or_recomputed_states(start: Start, kv: str) -> None:
     """After an update the log-probs of a running sample are those of the new weights alone only with `recompute`; a
@@ -294,14 +292,15 @@ async def test_running_samples_go_on_with_old_or_recomputed_states(start: Start,
         await played.engine.update(played.publish(1, change=move))
         running = await played.done.get()
         (fresh,) = (await played.sample(request)).values()
-        np.testing.assert_allclose(fresh.logprobs, played.plain(fresh), atol=1e-4, rtol=0)
+        played.check(fresh)
         new = running.versions == 1
         assert new.any()
         if not new.all():  # Else the update fell before its first token.
-            apart = np.abs(running.logprobs - played.plain(running))[new].max()
+            apart = np.abs(running.logprobs - plain_logprobs(played.model, running))[new].max()
             assert apart < 1e-4 if kv == "recompute" else apart > 1e-3
 
 
+@WHOLE
 async def test_an_aborted_sample_ends_while_others_run(start: Start) -> None:
     async with start(slots=2) as played:
         first, second = await _lasting(played, 2, tokens=200)
@@ -313,6 +312,7 @@ async def test_an_aborted_sample_ends_while_others_run(start: Start) -> None:
         assert (played.engine.load().running, played.done.qsize()) == (0, 0)
 
 
+@WHOLE
 async def test_adapters_sample_from_a_step_boundary_on(start: Start) -> None:
     """With `model.lora` a version is its adapters. Those of version 0 add nothing to the base model; running samples go
     on with those of version 1."""
@@ -322,15 +322,15 @@ async def test_adapters_sample_from_a_step_boundary_on(start: Start) -> None:
         await played.engine.update(played.publish(1, change=_draw_adapters))
         for completion in [await played.done.get() for _ in requests]:
             new = completion.versions == 1
-            expected = played.plain(completion)
+            expected = plain_logprobs(played.model, completion)
             with base_model(played.model):
-                before = played.plain(completion)
+                before = plain_logprobs(played.model, completion)
             assert sorted(completion.versions) == completion.versions.tolist()
             np.testing.assert_allclose(completion.logprobs[new], expected[new], atol=1e-4, rtol=0)
             np.testing.assert_allclose(completion.logprobs[~new], before[~new], atol=1e-4, rtol=0)
             assert np.abs(before - expected).max() > 0.1
         (fresh,) = (await played.sample(asked(3, not_before=1))).values()
-        np.testing.assert_allclose(fresh.logprobs, played.plain(fresh), atol=1e-4, rtol=0)
+        played.check(fresh)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -1,8 +1,5 @@
 """The paged KV cache: each slot finds its own positions again, and attention over them is that of whole sequences."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -13,8 +10,6 @@ from asyncrl.bench.generation_speed import resident_bytes
 from asyncrl.engines.generation import attention
 from asyncrl.engines.generation.attention import DecodeBlocks, FlatTokens, KVCache, attend
 from asyncrl.engines.generation.block_pool import KV_BLOCK, MAX_HOLES, Ints, KeptBlocks
-from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
-from asyncrl.engines.generation.torch_engine import TorchEngine
 
 SLOTS = 4
 LIMIT = 5 * KV_BLOCK - 3
@@ -131,17 +126,20 @@ def test_memory_is_that_of_the_positions_held() -> None:
     assert held.bytes == 16 * KV_BLOCK * 2 * 4 * 4
 
 
+def fill(cache: KVCache, slot: int, begin: int, both: torch.Tensor) -> None:
+    """Writes keys and values [2, tokens, kv heads, size] from a position on."""
+    cache.tables.allocate(slot, begin + both.shape[1])
+    at, offsets = cache.locations(np.full(both.shape[1], slot), np.arange(begin, begin + both.shape[1]))
+    cache.write(0, (torch.from_numpy(at), torch.from_numpy(offsets)), *both)
+
+
 def sequences(dtype: torch.dtype) -> tuple[KVCache, list[torch.Tensor], list[torch.Tensor]]:
     """A cache whose slots hold random keys and values; slot 4, behind them, holds what would overflow."""
     torch.manual_seed(0)
     filled = KVCache(5, LIMIT)
     everything = [torch.randn(2, length, 2, 8).to(dtype) for length in LENGTHS]
     for slot, both in [*enumerate(everything), (4, torch.full((2, 9, 2, 8), 1e30, dtype=dtype))]:
-        filled.tables.allocate(slot, both.shape[1])
-        at, offsets = (
-            torch.from_numpy(each) for each in filled.locations(np.full(both.shape[1], slot), np.arange(both.shape[1]))
-        )
-        filled.write(0, (at, offsets), *both)
+        fill(filled, slot, 0, both)
     return filled, [both[0] for both in everything], [both[1] for both in everything]
 
 
@@ -166,8 +164,9 @@ def test_one_token_attends_to_its_sequence_and_nothing_else(dtype: torch.dtype, 
         torch.testing.assert_close(found[row].double(), expected, rtol=rounding, atol=1e-5)
 
 
-@pytest.mark.parametrize("sharers", [2, 7, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sharers", "dtype"), [(2, torch.float32), (7, torch.bfloat16), (20, torch.float32), (20, torch.bfloat16)]
+)
 def test_sequences_that_share_blocks_attend_as_if_they_had_copies(
     sharers: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,28 +196,3 @@ def test_sequences_that_share_blocks_attend_as_if_they_had_copies(
         flat = FlatTokens(cache, places, torch.from_numpy(positions), blocks, [])
         found.append(attend(0, query, own[:, 0, 1], own[:, 1, 1], flat, None))
     torch.testing.assert_close(found[0], found[1])
-
-
-def fill(cache: KVCache, slot: int, begin: int, both: torch.Tensor) -> None:
-    """Writes keys and values [2, tokens, kv heads, size] from a position on."""
-    cache.tables.allocate(slot, begin + both.shape[1])
-    at, offsets = cache.locations(np.full(both.shape[1], slot), np.arange(begin, begin + both.shape[1]))
-    cache.write(0, (torch.from_numpy(at), torch.from_numpy(offsets)), *both)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_logprobs_are_those_of_a_plain_forward_over_many_blocks(
-    make_engine: Callable[..., TorchEngine],
-    requests: Callable[..., list[SampleRequest]],
-    drain: Callable[..., dict[Any, Completion]],
-    plain_logprobs: Callable[..., np.ndarray],
-    small_blocks: None,
-    kv: str,
-    deterministic: bool,
-) -> None:
-    engine = make_engine(kv=kv, deterministic=deterministic)
-    wanted = requests(13)
-    wanted += [SampleRequest((99, member, 0), wanted[3].prompt, 7 + member, 1.0, 20) for member in range(4)]
-    for completion in drain(engine, wanted).values():
-        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)

@@ -11,8 +11,7 @@ from asyncrl.engines.generation.block_pool import KV_BLOCK, BlockTables, blocks_
 from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
 from asyncrl.engines.generation.running_batch import ParkedSequence, ParkedSequences
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from tests.unit.engines.generation.conftest import EPISODES
-from tests.unit.engines.generation.lab import Lab, at, drain, going_on, requests
+from tests.unit.engines.generation.conftest import EPISODES, Lab, at, drain, going_on, requests
 
 
 class RandomEpisodes:

@@ -10,7 +10,7 @@ import torch
 from asyncrl.engines.generation.torch_engine import BLOCK, WHOLE, Truncation, sample
 from asyncrl.errors import WeightsError
 from asyncrl.protocols.seeds import draws, member_seed
-from tests.unit.engines.generation.lab import KNOWN, Lab, drain, requests
+from tests.unit.engines.generation.conftest import KNOWN, Lab, drain, requests
 
 ROWS = 20_000
 

@@ -12,6 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.generation.engine_interface import SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.model_preparation import make_model
+from tests.unit.engines.generation.conftest import drain, plain_logprobs
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,15 +43,9 @@ def test_logprobs_equal_a_plain_forward(folder: Path) -> None:
         assert prompt.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
         for member in range(2):
             engine.submit(SampleRequest((number, member, 0), prompt, 10 * number + member, 0.8, 16))
-    done = []
-    while engine.active:
-        done += engine.step()
+    done = drain(engine)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for completion in done:
-        size = len(completion.request.prompt)
-        ids = torch.from_numpy(np.concatenate([completion.request.prompt, completion.tokens]).astype(np.int64))
-        with torch.no_grad():
-            logits = plain(ids[None]).logits[0, size - 1 : -1] / 0.8
-        expected = logits.log_softmax(-1).gather(-1, ids[size:, None])[:, 0].numpy()
+    for completion in done.values():
+        expected = plain_logprobs(plain, completion, known=None)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
     assert len(done) == 6

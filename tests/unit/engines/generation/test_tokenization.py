@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from tests.unit.engines.generation.lab import Lab, drain, requests
+from tests.unit.engines.generation.conftest import Lab, drain, requests
 
 EOS = 2
 IM_END = 3

@@ -21,8 +21,19 @@ from asyncrl.engines.generation.torch_engine import (
 from asyncrl.errors import ConfigError, WeightsError
 from tests import golden
 from tests.instruction_count import counting
-from tests.unit.engines.generation.conftest import EPISODES, engine_config, make_model
-from tests.unit.engines.generation.lab import KNOWN, Lab, at, drain, going_on, group_of, requests, same
+from tests.unit.engines.generation.conftest import (
+    EPISODES,
+    KNOWN,
+    Lab,
+    at,
+    drain,
+    engine_config,
+    going_on,
+    group_of,
+    make_model,
+    requests,
+    same,
+)
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
-from tests.unit.engines.generation.conftest import drain as drain
 from tests.unit.engines.generation.conftest import model_folder as model_folder
 from tests.unit.engines.generation.conftest import requests as requests
 

@@ -11,15 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.generation.engine_interface import NO_WEIGHTS, Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.lora import attach
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.errors import WeightsError
+from tests.unit.engines.generation.conftest import at, drain, plain_logprobs, requests
 
 MakeConfig = Callable[..., Config]
-Drain = Callable[..., dict[Any, Completion]]
-MakeRequests = Callable[..., list[SampleRequest]]
 FAMILIES = ["llama", "llama-tied", "llama-biased", "qwen2", "qwen3", "smollm2", "llama-gelu"]
 
 
@@ -29,17 +28,12 @@ def adapters(engine: TorchEngine, seed: int) -> dict[str, torch.Tensor]:
     return {each.name: 0.05 * torch.randn(each.shape, generator=random) for each in engine.spec.tensors}
 
 
-def plain(completion: Completion, folder: Path, config: Config, weights: dict[str, torch.Tensor]) -> np.ndarray:
-    """Log-probs by a forward of transformers' modules with these adapters."""
+def adapted(folder: Path, config: Config) -> Any:
+    """Transformers' modules with adapters."""
     assert config.model.lora is not None
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     attach(model, config.model.lora, seed=0)
-    model.load_state_dict(weights, strict=False)
-    ids = torch.from_numpy(np.concatenate([completion.request.prompt, completion.tokens]).astype(np.int64))
-    first = len(completion.request.prompt)
-    with torch.no_grad():
-        every = model(ids[None]).logits[0, first - 1 : -1, :261].log_softmax(-1)
-    return every.gather(-1, ids[first:, None])[:, 0].numpy()
+    return model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,34 +43,31 @@ def test_logprobs_equal_a_plain_forward(
     targets: tuple[str, ...],
     model_folder: Callable[[str], Path],
     config: MakeConfig,
-    requests: MakeRequests,
-    drain: Drain,
 ) -> None:
     settings = config(lora={"targets": targets})
     engine = TorchEngine(model_folder(family), settings)
     weights = adapters(engine, 1)
     engine.load(weights, 0, share=True)
+    model = adapted(model_folder(family), settings)
     for completion in drain(engine, requests(9)).values():
-        expected = plain(completion, model_folder(family), settings, weights)
+        expected = plain_logprobs(model, completion, weights)
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5, rtol=0)
     assert engine._flat.fast == (family != "llama-gelu")
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["in place", "copied"])
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_new_adapters_between_two_steps_end_no_sequence(
-    kv: str, share: bool, folder: Path, config: MakeConfig, requests: MakeRequests, drain: Drain
-) -> None:
+def test_new_adapters_between_two_steps_end_no_sequence(kv: str, share: bool, folder: Path, config: MakeConfig) -> None:
     settings = config(generation={"slots": 4, "max_new_tokens": 24, "kv": kv})
     engine = TorchEngine(folder, settings)
     versions = adapters(engine, 1), adapters(engine, 2)
+    model = adapted(folder, settings)
     engine.load(versions[0], 0, share=share)
-    swap = lambda step: engine.load(versions[1], 1, share=share) if step == 6 else None  # noqa: E731
-    done = drain(engine, requests(9, max_new_tokens=20), swap)
+    done = drain(engine, requests(9, max_new_tokens=20), at(6, lambda: engine.load(versions[1], 1, share=share)))
     spanning = 0
     apart = 0.0
     for completion in done.values():
-        old, new = (plain(completion, folder, settings, each) for each in versions)
+        old, new = (plain_logprobs(model, completion, each) for each in versions)
         before = completion.versions == 0
         np.testing.assert_allclose(completion.logprobs[before], old[before], atol=2e-5, rtol=0)
         if kv == "recompute" or not before.any():
@@ -112,9 +103,7 @@ def test_the_canary_holds_with_the_right_adapters_and_only_with_those(
     assert distances[1] > 0.1
 
 
-def test_an_engine_without_adapters_samples_nothing_and_refuses_a_whole_model(
-    folder: Path, config: MakeConfig, requests: MakeRequests
-) -> None:
+def test_an_engine_without_adapters_samples_nothing_and_refuses_a_whole_model(folder: Path, config: MakeConfig) -> None:
     engine = TorchEngine(folder, config())
     assert engine.version == NO_WEIGHTS
     engine.submit(*requests(1))

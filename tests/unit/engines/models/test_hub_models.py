@@ -13,10 +13,9 @@ from huggingface_hub import hf_hub_download
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.model_checks import here
 from asyncrl.deploy.preflight import preflight
-from asyncrl.engines.models import model_preparation
 from asyncrl.engines.models.model_preparation import (
+    Show,
     cached_folder,
-    hub_folder,
     is_hub_name,
     make_model,
     needed_files,
@@ -24,6 +23,7 @@ from asyncrl.engines.models.model_preparation import (
 )
 from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.errors import ConfigError
+from tests import golden
 from tests.hub import FIRST, SECOND, Hub, running_hub
 from tests.unit.engines.generation.conftest import make_model as random_model
 
@@ -105,12 +105,20 @@ def test_names_of_the_hub(name: str) -> None:
     assert not is_hub_name(f"/{name}")
 
 
+def made(target: Path, name: str = NAME, revision: str = "", show: Show = print) -> Path:
+    """Makes a model folder in this process, as the child of a run does."""
+    make_model(name, 0, target, show, "torch", revision)
+    return target
+
+
 async def test_runs_trials_and_scorers_share_one_download(hub: Hub, tmp_path: Path) -> None:
     lines: list[str] = []
-    for run in ("first", "second", "third", "trial"):
-        target = tmp_path / run / "model"
-        assert await prepare(config(), target, lines.append) == target
-        assert target.resolve() == cached_folder(NAME)
+    target = tmp_path / "first" / "model"
+    assert await prepare(config(), target, lines.append) == target
+    for run in ("second", "trial"):
+        made(tmp_path / run / "model", show=lines.append)
+    for run in ("first", "second", "trial"):
+        assert (tmp_path / run / "model").resolve() == cached_folder(NAME)
         assert json.loads((tmp_path / run / "hub.json").read_text()) == {NAME: FIRST}
     assert hub.downloads[f"{NAME}/model.safetensors"] == 1
     assert sum("downloading" in line for line in lines) == 1
@@ -124,37 +132,42 @@ async def test_runs_trials_and_scorers_share_one_download(hub: Hub, tmp_path: Pa
 
 
 def test_what_other_programs_have_in_the_cache_is_not_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    """Nor taken while it is no whole model."""
     for file in ("config.json", "model.safetensors"):
         hf_hub_download(NAME, file)
     sent = hub.downloads[f"{NAME}/model.safetensors"]
     assert cached_folder(NAME) is None, "it has no tokenizer yet"
-    make_model(NAME, 0, tmp_path / "model", print)
+    whole = made(tmp_path / "model").resolve()
     assert hub.downloads[f"{NAME}/model.safetensors"] == sent
-    assert cached_folder(NAME) == (tmp_path / "model").resolve()
+    assert cached_folder(NAME) == whole
+    for missing in ("model.safetensors", "config.json"):
+        (whole / missing).rename(tmp_path / missing)
+        assert cached_folder(NAME) is None
+        (tmp_path / missing).rename(whole / missing)
+    assert cached_folder("not a name of the hub!") is None
 
 
-@pytest.mark.parametrize("revision", ["", "main", FIRST])
-async def test_a_filled_cache_needs_no_network(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str
-) -> None:
-    await prepare(config(model={"revision": revision}), tmp_path / "first" / "model", print)
+async def test_a_filled_cache_needs_no_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "first" / "model")
     go_offline(monkeypatch)
-    chosen = config(model={"revision": revision})
-    assert await prepare(chosen, tmp_path / "second" / "model", print) == tmp_path / "second" / "model"
-    assert here(chosen.model) == cached_folder(NAME, revision)
-    assert not [problem for problem in preflight(chosen) if problem.key == "model.name"]
+    assert await prepare(config(), tmp_path / "second" / "model", print) == tmp_path / "second" / "model"
+    for revision in ("", "main", FIRST):
+        chosen = config(model={"revision": revision})
+        assert made(tmp_path / f"at{revision}", revision=revision).resolve() == cached_folder(NAME, revision)
+        assert here(chosen.model) == cached_folder(NAME, revision)
+        assert not [problem for problem in preflight(chosen) if problem.key == "model.name"]
 
 
 async def test_a_hub_that_is_not_there_leaves_the_cache(hub: Hub, tmp_path: Path) -> None:
-    await prepare(config(), tmp_path / "first" / "model", print)
+    """Children ask: this process is still connected."""
+    made(tmp_path / "first" / "model")
     lines: list[str] = []
     hub.shutdown()
     hub.server_close()
     await prepare(config(), tmp_path / "second" / "model", lines.append)
     assert any("is taken from the cache" in line for line in lines)
-    with pytest.raises(
-        ConfigError, match=r"^model\.name: owner/other .* could not be downloaded .*hf download owner/oth"
-    ):
+    said = r"^model\.name: owner/other .* could not be downloaded .*hf download owner/oth"
+    with pytest.raises(ConfigError, match=said):
         await prepare(config("owner/other"), tmp_path / "other" / "model", print)
 
 
@@ -171,55 +184,40 @@ async def test_offline_without_the_model_is_refused_before_the_start(
         await prepare(config(), tmp_path / "model", print)
 
 
-async def test_a_resume_takes_the_commit_that_the_run_began_with(hub: Hub, tmp_path: Path, tiny: Path) -> None:
-    target = tmp_path / "run" / "model"
-    await prepare(config(), target, print)
+def test_a_resume_takes_the_commit_that_the_run_began_with(hub: Hub, tmp_path: Path, tiny: Path) -> None:
+    target = made(tmp_path / "run" / "model")
     changed = tmp_path / "changed"
     shutil.copytree(tiny, changed)
     (changed / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     hub.put(NAME, changed, SECOND)
     target.unlink()  # As in a copy of the run directory on another machine.
     shutil.rmtree(tmp_path / "home")
-    assert (await prepare(config(), target, print)).resolve().name == FIRST
-    assert (await prepare(config(), tmp_path / "new" / "model", print)).resolve().name == SECOND
-    assert (
-        scoring_model_folders(config(critic={"model": NAME}), target, target.with_name("hub.json"))["critic"].name
-        == FIRST
-    )
+    assert made(target).resolve().name == FIRST
+    assert made(tmp_path / "new" / "model").resolve().name == SECOND
+    folders = scoring_model_folders(config(critic={"model": NAME}), target, target.with_name("hub.json"))
+    assert folders["critic"].name == FIRST
 
 
-async def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, tmp_path: Path, tiny: Path) -> None:
+def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, tmp_path: Path, tiny: Path) -> None:
     hub.put(NAME, tiny, SECOND, "v2")
     for revision, commit in (("v2", SECOND), ("", FIRST), (SECOND, SECOND)):
-        made = await prepare(config(model={"revision": revision}), tmp_path / f"at{revision}" / "model", print)
-        assert made.resolve().name == commit
-    with pytest.raises(ConfigError, match=r"^model\.name: owner/tiny has no branch, tag or commit v9"):
-        await prepare(config(model={"revision": "v9"}), tmp_path / "v9" / "model", print)
+        assert made(tmp_path / f"at{revision}" / "model", revision=revision).resolve().name == commit
+    with golden.raises(ConfigError, match=r"v9"):
+        made(tmp_path / "v9" / "model", revision="v9")
 
 
-async def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, tiny: Path) -> None:
+def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, tiny: Path) -> None:
     hub.put("owner/gated", tiny)
     hub.gated.add("owner/gated")
-    with pytest.raises(ConfigError, match=r"^model\.name: owner/gated is gated: accept its terms .*hf auth login"):
-        await prepare(config("owner/gated"), tmp_path / "gated", print)
-    with pytest.raises(ConfigError, match=r"^model\.name: the hub has no model owner/none that may be read"):
-        await prepare(config("owner/none"), tmp_path / "none", print)
     (tmp_path / "files").mkdir()
     for name in ("model.gguf", "config.json"):
         (tmp_path / "files" / name).write_text("{}")
     hub.put("owner/packed", tmp_path / "files")
-    with pytest.raises(
-        ConfigError, match=r"^model\.name: owner/packed on the hub has no weights that transformers loads"
-    ):
-        await prepare(config("owner/packed"), tmp_path / "packed", print)
+    for name, said in {
+        "owner/gated": "is gated: accept its terms .*hf auth login",
+        "owner/none": "the hub has no model owner/none that may be read",
+        "owner/packed": "on the hub has no weights that transformers loads",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"^model\.name: .*{said}"):
+            made(tmp_path / "made", name)
     assert not [name for name in os.listdir(tmp_path) if "making" in name]
-
-
-def test_other_programs_leave_no_half_models(hub: Hub, tmp_path: Path) -> None:
-    whole = hub_folder(NAME, "model.name")
-    for missing in ("model.safetensors", "config.json"):
-        (whole / missing).rename(tmp_path / missing)
-        assert cached_folder(NAME) is None
-        (tmp_path / missing).rename(whole / missing)
-    assert cached_folder(NAME) == whole
-    assert model_preparation.cached_folder("not a name of the hub!") is None

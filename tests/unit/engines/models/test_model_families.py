@@ -18,8 +18,15 @@ from asyncrl.deploy.preflight import model_problems
 from asyncrl.engines.acting.networks import Actor, TwinCritics
 from asyncrl.engines.acting.stepping.spaces import ActionSpace, Spaces
 from asyncrl.engines.models.lora import attach, published_spec
-from asyncrl.engines.models.model_families import REFUSED, TRAINED, family_problems
+from asyncrl.engines.models.model_families import (
+    REFUSED,
+    TRAINED,
+    family_problems,
+    probe_tokens_needed,
+    refuse_rotation_by_longest_row,
+)
 from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.errors import ConfigError
 from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.slot_memory import Role, roles_of
 from asyncrl.lanes.weights.transports.version_transfer import ChunkPlan
@@ -32,18 +39,18 @@ def problems(folder: Path, engine: str = "torch", **shape: Any) -> list[Problem]
     return list(family_problems(Config.model_validate(sections), folder))
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_a_refused_family_is_named_with_the_reason_and_what_to_do(family: str, tmp_path: Path) -> None:
-    (found,) = problems(tmp_path, model_type=family)
-    assert not found.is_warning
-    assert found.key == "model.name"
-    assert f"the family {family!r} is not supported: {REFUSED[family]}" in found.text
-    assert "take a model of another family" in found.text
+def test_a_refused_family_is_named_with_the_reason_and_what_to_do(tmp_path: Path) -> None:
+    for family, reason in REFUSED.items():
+        (found,) = problems(tmp_path, model_type=family)
+        assert not found.is_warning
+        assert found.key == "model.name"
+        assert f"the family {family!r} is not supported: {reason}" in found.text
+        assert "take a model of another family" in found.text
 
 
-@pytest.mark.parametrize("family", TRAINED)
-def test_a_family_that_trains_says_nothing(family: str, tmp_path: Path) -> None:
-    assert not problems(tmp_path, model_type=family, layer_types=["sliding_attention", "full_attention"])
+def test_a_family_that_trains_says_nothing(tmp_path: Path) -> None:
+    for family in TRAINED:
+        assert not problems(tmp_path, model_type=family, layer_types=["sliding_attention", "full_attention"]), family
 
 
 @pytest.mark.parametrize(
@@ -207,3 +214,58 @@ def test_stacked_biases_of_twin_critics_do_not_decay() -> None:
     names = names_of(decayed["params"], model)
     assert names == {*(f"0.weights.{layer}" for layer in range(3)), "1.layers.0.weight", "1.layers.2.weight"}
     assert len(spared["params"]) == 5
+
+
+# What a config names that a model does differently with longer rows; the engines refuse or probe it.
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+
+
+def refuse_rows(folder: Path, shape: dict[str, Any], longest: int) -> None:
+    (folder / "config.json").write_text(json.dumps(shape))
+    sections = {"task": {"prompts": "none", "max_prompt_tokens": longest - 24}, "generation": {"max_new_tokens": 24}}
+    refuse_rotation_by_longest_row(folder, Config.model_validate({"model": {"name": "tiny"}, **sections}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ({"max_position_embeddings": 64, "rope_parameters": DYNAMIC}, "dynamic"),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"max_position_embeddings": 256, "rope_parameters": LONG}, "longrope"),
+        ({"original_max_position_embeddings": 64, "rope_scaling": {"type": "longrope"}}, "longrope"),
+        ({"text_config": {"max_position_embeddings": 64, "rope_parameters": DYNAMIC}}, "dynamic"),
+        ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": DYNAMIC}}, "dynamic"),
+    ],
+)
+def test_frequencies_that_follow_the_longest_row_are_refused_beyond_the_original_length(
+    shape: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    refuse_rows(tmp_path, shape, 64)
+    said = rf"model\.name: .*'{kind}'.* once it passes 64 tokens.* may have 65 here.*max_new_tokens.* at most 64"
+    with pytest.raises(ConfigError, match=said):
+        refuse_rows(tmp_path, shape, 65)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn", "llama3"])
+def test_static_frequencies_are_served_at_every_length(kind: str, tmp_path: Path) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    refuse_rows(tmp_path, {"max_position_embeddings": 256, "rope_parameters": scaling}, 4096)
+
+
+@pytest.mark.parametrize(
+    ("shape", "needed"),
+    [
+        ({"hidden_size": 64, "num_hidden_layers": 28}, 12),
+        ({"sliding_window": 32}, 44),
+        ({"sliding_window": None, "use_sliding_window": True}, 12),
+        ({"sliding_window": 100}, 12),
+        ({"sliding_window": 95}, 100),
+        ({"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 28}, 12),
+        ({"text_config": {"attention_chunk_size": 16, "sliding_window": 32}}, 44),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 64}}, 12),
+        ({"rope_parameters": {"rope_type": "unheard of", "original_max_position_embeddings": 64}}, 76),
+    ],
+)
+def test_a_probe_goes_beyond_every_length_at_which_the_model_may_change(shape: dict[str, Any], needed: int) -> None:
+    assert probe_tokens_needed(shape, 12, 100) == needed

@@ -14,12 +14,16 @@ from safetensors.torch import save_file
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import (
+    BASE,
     INDEX,
     WEIGHTS,
     context_of,
     damages,
     refuse_damaged,
+    refuse_other_base,
     vocabulary,
+    weights_digest,
+    write_base,
 )
 from asyncrl.engines.models.scoring_models import head_labels, scoring_model_folders
 from asyncrl.errors import ConfigError
@@ -35,34 +39,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_model_is_taken(folder: Path) -> None:
-    refuse_damaged(folder)
-
-
-@pytest.mark.parametrize("left", [0, 4, 30, 200, -1])
-def test_weights_that_are_cut_short_are_named_with_what_to_do(folder: Path, left: int) -> None:
-    whole = (folder / WEIGHTS).stat().st_size
-    os.truncate(folder / WEIGHTS, left % whole)
-    with pytest.raises(ConfigError, match=rf"^model\.name: {folder / WEIGHTS} is cut short .*Get it again"):
-        refuse_damaged(folder)
-
-
 @pytest.mark.parametrize(
-    "harm",
+    ("harm", "said"),
     [
-        lambda weights: weights.write_bytes(b"<html>not found</html>"),
-        lambda weights: weights.write_bytes((2).to_bytes(8, "little") + b"[]"),
-        lambda weights: weights.write_bytes(weights.read_bytes() + b"more"),
+        *(
+            (lambda weights, left=left: os.truncate(weights, left % weights.stat().st_size), "cut short")
+            for left in (0, 4, 30, 200, -1)
+        ),
+        (lambda weights: weights.write_bytes(b"<html>not found</html>"), ""),
+        (lambda weights: weights.write_bytes((2).to_bytes(8, "little") + b"[]"), ""),
+        (lambda weights: weights.write_bytes(weights.read_bytes() + b"more"), ""),
+        (lambda weights: weights.with_name("config.json").write_text('{"hidden_size": 5'), "it is not JSON"),
     ],
 )
-def test_weights_that_are_something_else_are_named(folder: Path, harm: Callable[[Path], None]) -> None:
+def test_what_is_damaged_is_named_with_what_to_do(folder: Path, harm: Callable[[Path], object], said: str) -> None:
+    refuse_damaged(folder)
+    (folder / "adapter.safetensors").write_bytes(b"strange")
+    assert list(damages(folder)) == [], "nobody loads it"
     harm(folder / WEIGHTS)
-    assert len(list(damages(folder))) == 1
-
-
-def test_a_config_that_is_cut_short_is_named(folder: Path) -> None:
-    (folder / "config.json").write_text('{"hidden_size": 5')
-    assert list(damages(folder)) == [f"{folder / 'config.json'} is cut short or damaged: it is not JSON"]
+    (damage,) = damages(folder)
+    assert said in damage
+    with pytest.raises(ConfigError, match=r"^model\.name: .*Get it again"):
+        refuse_damaged(folder)
 
 
 def test_of_weights_in_parts_each_is_looked_at(folder: Path) -> None:
@@ -73,11 +71,6 @@ def test_of_weights_in_parts_each_is_looked_at(folder: Path) -> None:
     assert list(damages(folder)) == []
     os.truncate(folder / "part-1.safetensors", 100)
     assert "part-1" in next(damages(folder))
-
-
-def test_what_nobody_loads_is_not_looked_at(folder: Path) -> None:
-    (folder / "adapter.safetensors").write_bytes(b"strange")
-    assert list(damages(folder)) == []
 
 
 @pytest.mark.parametrize(
@@ -219,3 +212,59 @@ def test_a_vocabulary_is_read_as_each_kind_of_tokenizer_writes_it(tmp_path: Path
     assert vocabulary(tmp_path) == {0: "a", 1: "b"}
     path.write_text("no json")
     assert vocabulary(tmp_path) == {}
+
+
+# The digest by which a run with adapters knows its base model.
+TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
+
+
+def saved(folder: Path, tensors: dict[str, Any]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+def test_the_digest_does_not_depend_on_files_and_order(tmp_path: Path) -> None:
+    whole = saved(tmp_path / "whole", TENSORS)
+    split = tmp_path / "split"
+    split.mkdir()
+    files = {}
+    for number, name in enumerate(TENSORS):
+        files[name] = f"model-{number}.safetensors"
+        save_file({name: TENSORS[name]}, split / files[name])
+    (split / INDEX).write_text(json.dumps({"weight_map": files}))
+    assert weights_digest(whole) == weights_digest(split)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weights: {**weights, "a.weight": weights["a.weight"] + 1e-6},
+        lambda weights: {**weights, "a.weight": weights["a.weight"].reshape(3, 2)},
+        lambda weights: {**weights, "b.weight": weights["b.weight"].half()},
+        lambda weights: {"a.weight": weights["a.weight"]},
+        lambda weights: {"a.weight": weights["a.weight"], "c.weight": weights["b.weight"]},
+    ],
+)
+def test_any_other_weights_have_another_digest(change: Callable[[Any], dict[str, Any]], tmp_path: Path) -> None:
+    assert weights_digest(saved(tmp_path / "a", TENSORS)) != weights_digest(saved(tmp_path / "b", change(TENSORS)))
+
+
+def test_files_of_torch_are_digested_whole(tmp_path: Path) -> None:
+    found = set()
+    for number in (1, 1, 2):
+        (tmp_path / "pytorch_model.bin").write_bytes(bytes([number]) * 9)
+        found.add(weights_digest(tmp_path))
+    assert len(found) == 2
+
+
+def test_another_base_model_is_refused_with_both_digests(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", TENSORS)
+    other = saved(tmp_path / "other", {"a.weight": torch.zeros(2, 3)})
+    refuse_other_base(tmp_path, other)
+    write_base(tmp_path, base, weights_digest(base))
+    assert json.loads((tmp_path / BASE).read_text())["folder"] == str(base)
+    refuse_other_base(tmp_path, base)
+    with pytest.raises(ConfigError, match="holds another model than the one") as refused:
+        refuse_other_base(tmp_path, other)
+    assert all(digest in str(refused.value) for digest in (weights_digest(base), weights_digest(other)))

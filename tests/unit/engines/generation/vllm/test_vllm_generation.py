@@ -268,17 +268,14 @@ async def test_weights_that_are_loaded_in_part_end_the_engine(start: Start) -> N
         assert played.process.calls[-1] == "asyncrl_load"
 
 
-async def test_the_death_of_vllm_ends_the_engine(start: Start) -> None:
+@pytest.mark.parametrize("is_idle", [False, True])
+async def test_the_death_of_vllm_ends_the_engine(start: Start, is_idle: bool) -> None:
     async with start() as played:
-        played.process.dead = True
-        await played.engine.submit([asked(0)])
-        (error,) = await played.fails()
-        assert isinstance(error, PeerLost)
-
-
-async def test_the_death_of_an_idle_vllm_ends_the_engine(start: Start) -> None:
-    async with start() as played:
-        played.process.died.set()
+        if is_idle:
+            played.process.died.set()
+        else:
+            played.process.dead = True
+            await played.engine.submit([asked(0)])
         (error,) = await played.fails()
         assert isinstance(error, PeerLost)
 

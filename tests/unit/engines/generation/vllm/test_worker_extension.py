@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.sections.training_config import LoraConfig
 from asyncrl.engines.generation.vllm.vllm_generation import ATTACHED
-from asyncrl.engines.generation.vllm.worker_extension import PolicyModel, WorkerExtension, weights_spec
+from asyncrl.engines.generation.vllm.worker_extension import ArenaWeights, PolicyModel, WorkerExtension, weights_spec
 from asyncrl.engines.models.lora import (
     attach,
     fill_for_probe,
@@ -28,8 +29,9 @@ from asyncrl.engines.models.lora import (
     published_tensors,
     write_adapters,
 )
-from asyncrl.lanes.weights.arena import open_writer
+from asyncrl.lanes.weights.arena import Writer, open_writer
 from asyncrl.lanes.weights.slot_memory import spec_of
+from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 
 PATIENCE = 60.0
 TRANSFER = "asyncrl.engines.generation.vllm.arena_transfer"
@@ -92,8 +94,7 @@ def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[st
     folder = model_folder("llama-tied")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert weights_spec(PolicyModel(folder, "float32", None)) == spec_of(model, "float32")
-    writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), "ipc")
-    try:
+    with closing(open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), "ipc")) as writer:
         published = writer.write(1, 5, dict(model.named_parameters(remove_duplicate=False)))
         fields = [getattr(published, name) for name in ATTACHED]
         worker = Worker()
@@ -119,8 +120,6 @@ def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[st
         transfer.finish_weight_update()
         assert model_of_vllm.calls == ["initialize", "load", "finalize with its config"]
         assert model_of_vllm.loaded.keys() == worker.loaded.keys()
-    finally:
-        writer.close()
 
 
 LORAS = [LoraConfig(rank=4, alpha=6.0), LoraConfig(rank=2, targets=("v_proj", "layers.1.mlp.up_proj"))]
@@ -138,15 +137,12 @@ def test_adapters_come_merged_into_the_base_model(
     fill_for_probe(trained)
     spec = published_spec(trained, dtype)
     assert weights_spec(PolicyModel(folder, dtype, lora)) == spec
-    writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec, "ipc")
     described = [str(folder), dtype, lora.model_dump()]
     workers = [Worker(), Worker()]
-    try:
+    with closing(open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec, "ipc")) as writer:
         published = writer.write(1, 5, published_tensors(trained))
         assert workers[0].asyncrl_attach(described, [getattr(published, name) for name in ATTACHED]) == ""
         workers[0].asyncrl_load(5)
-    finally:
-        writer.close()
     write_adapters(tmp_path, trained, lora, str(folder))
     workers[1].asyncrl_attach_saved(described, str(tmp_path), 5)
     workers[1].asyncrl_load(5)
@@ -158,6 +154,47 @@ def test_adapters_come_merged_into_the_base_model(
             assert tensor.dtype == getattr(torch, dtype)
             exact = {"float32": 1e-6, "bfloat16": 1e-2}[dtype]
             torch.testing.assert_close(tensor.float(), expected[name].detach(), atol=exact, rtol=exact)
+
+
+def test_an_arena_is_registered_once_for_a_device_and_until_the_next_arena(
+    model_folder: Callable[[str], Path],
+) -> None:
+    folder = model_folder("llama-tied")
+    cuda = TwinCuda()
+    devices = list[str]()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    named = dict(model.named_parameters(remove_duplicate=False))
+
+    def open_twin(device: str) -> TwinCuda:
+        devices.append(device)
+        return cuda
+
+    arena = ArenaWeights(open_twin)
+    policy = PolicyModel(folder, "float32", None)
+
+    def take(writer: Writer, version: int, device: str) -> None:
+        published = writer.write(1, version, named)
+        assert arena.attach(policy, [getattr(published, name) for name in ATTACHED]) == ""
+        with arena.taken(version, torch.device(device)):
+            pass
+
+    with ExitStack() as opened:
+        writers = [
+            opened.enter_context(
+                closing(open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), "ipc"))
+            )
+            for _ in range(2)
+        ]
+        take(writers[0], 0, "cpu")
+        assert not devices
+        take(writers[0], 1, "cuda:1")
+        take(writers[0], 2, "cuda:1")
+        assert devices == ["cuda:1"]
+        take(writers[1], 3, "cuda:1")
+        assert len(devices) == 2
+        assert len(cuda.registered) == 1
+        arena.close()
+        assert not cuda.registered
 
 
 def test_a_base_model_without_safetensors_is_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+"""Tiny models, those of the engine's tests and one with eyes, and pictures for it."""
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,11 @@ import torch
 
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.models.prompt_pictures import PictureProcessor
-from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, build_picture_tokenizer, save
+from asyncrl.engines.models.warmed_up_model import build_picture_model, build_picture_tokenizer, save
 from asyncrl.tasks.builtin.colours import DEMONSTRATIONS
 from asyncrl.tasks.pictures import with_pictures_read
+from tests.unit.engines.generation.conftest import changed_model as changed_model
+from tests.unit.engines.generation.conftest import model_folder as model_folder
 
 MOST_PIXELS = 4096
 

@@ -1,7 +1,6 @@
 """The record of each token holds the experts of the forward pass that sampled the next one, whatever became of its keys
 and values: shared prompts, preemption, new weights, parked turns."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,11 @@ from asyncrl.engines.generation.turn_requests import Trajectory
 from asyncrl.engines.models.model_families import REPLAYED, RecordShape
 from asyncrl.engines.models.router_replay import WEIGHTS
 from asyncrl.errors import ConfigError
-from tests.unit.engines.generation.conftest import EPISODES, drain, engine_config, requests, small_blocks
+from tests.unit.engines.generation.conftest import EPISODES, at, drain, engine_config, requests
 from tests.unit.engines.generation.test_families import CHOSEN, group, tiny_model
 from tests.unit.engines.generation.test_parked_sequences import RandomEpisodes
 
-Drain = Callable[..., dict[Any, Completion]]
-MakeRequests = Callable[..., list[SampleRequest]]
 BLOCK = 4 * 2 * 2 * 12 * 32 * 4
-__all__ = ["drain", "requests", "small_blocks"]
 
 
 def engine_of(folder: Path, *, router_replay: bool = True, **settings: Any) -> TorchEngine:
@@ -68,9 +64,7 @@ def check(done: Completion, own: OwnChoices) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("family", REPLAYED)
-def test_the_experts_are_those_of_transformers_also_of_shared_prompts(
-    family: str, tmp_path: Path, requests: MakeRequests, drain: Drain
-) -> None:
+def test_the_experts_are_those_of_transformers_also_of_shared_prompts(family: str, tmp_path: Path) -> None:
     folder = tiny_model(family, tmp_path)
     engine = engine_of(folder, prefill_tokens=8)
     own = OwnChoices(folder)
@@ -79,7 +73,7 @@ def test_the_experts_are_those_of_transformers_also_of_shared_prompts(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_a_preempted_sample_keeps_its_record(tmp_path: Path, requests: MakeRequests, drain: Drain) -> None:
+def test_a_preempted_sample_keeps_its_record(tmp_path: Path) -> None:
     folder = tiny_model("qwen3_moe", tmp_path)
     engine = engine_of(folder, cache_gb=(20 * BLOCK / 8 + 1) / GB, prefill_tokens=8)
     wanted = requests(10, seed=2, max_new_tokens=24)
@@ -93,9 +87,7 @@ def test_a_preempted_sample_keeps_its_record(tmp_path: Path, requests: MakeReque
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_new_weights_change_no_record_of_what_was_sampled(
-    kv: str, tmp_path: Path, requests: MakeRequests, drain: Drain
-) -> None:
+def test_new_weights_change_no_record_of_what_was_sampled(kv: str, tmp_path: Path) -> None:
     """With recomputed keys each token's experts are those of the version that sampled the next token over the whole
     sequence. With kept ones a version sees older keys, so that only tokens of one version can be compared."""
     folder = tiny_model("mixtral", tmp_path)
@@ -107,12 +99,9 @@ def test_new_weights_change_no_record_of_what_was_sampled(
                 parameter.mul_(-1)
     new = dict(own[1].model.named_parameters(remove_duplicate=False))
 
-    def between(step: int) -> None:
-        if step == 9:
-            engine.load(new, 1, share=False)
-
     mixed = 0
-    for done in drain(engine, requests(8, max_new_tokens=20), between).values():
+    wanted = requests(8, max_new_tokens=20)
+    for done in drain(engine, wanted, at(9, lambda: engine.load(new, 1, share=False))).values():
         assert done.experts is not None
         ids = np.concatenate([done.request.prompt, done.tokens])[:-1]
         given = len(done.request.prompt) - 1
@@ -128,7 +117,7 @@ def test_new_weights_change_no_record_of_what_was_sampled(
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("parks", [True, False])
-def test_turns_have_the_record_of_all_tokens_before(parks: bool, tmp_path: Path, requests: MakeRequests) -> None:
+def test_turns_have_the_record_of_all_tokens_before(parks: bool, tmp_path: Path) -> None:
     folder = tiny_model("qwen3_moe", tmp_path)
     engine = engine_of(folder, prefill_tokens=8, max_prompt_tokens=40, max_new_tokens=12, **EPISODES)
     episodes = RandomEpisodes(requests(8), 1, parks=parks)
@@ -159,14 +148,11 @@ def test_earlier_turns_keep_what_was_recorded_then_and_contexts_have_their_own()
     assert third.experts.tolist() == [1, 2, 3, 4, 5, 255, 6, 7, 255]
 
 
-def test_without_the_key_nothing_is_recorded(tmp_path: Path, requests: MakeRequests, drain: Drain) -> None:
-    engine = engine_of(tiny_model("mixtral", tmp_path), router_replay=False)
+def test_without_the_key_nothing_is_recorded_and_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    engine = engine_of(tiny_model("mixtral", tmp_path / "mixtral"), router_replay=False)
     assert {done.experts for done in drain(engine, requests(2)).values()} == {None}
-
-
-def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"family 'llama'.* remove the key"):
-        engine_of(tiny_model("llama", tmp_path))
+        engine_of(tiny_model("llama", tmp_path / "llama"))
 
 
 def test_plain_layers_have_no_record_and_many_experts_take_two_bytes() -> None:

@@ -22,7 +22,7 @@ from asyncrl.engines.models.model_preparation import demonstrations_of
 from asyncrl.engines.models.model_shape import EncoderShape, Shape, shape_of
 from asyncrl.engines.models.picture_input import picture_states
 from asyncrl.engines.models.prompt_pictures import PatchCounter, PictureProcessor
-from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, build_picture_tokenizer
+from asyncrl.engines.models.warmed_up_model import build_picture_model, build_picture_tokenizer
 from asyncrl.errors import TaskError
 from asyncrl.tasks.builtin.colours import training
 from tests.unit.deploy.checks.torch_memory import most_beside

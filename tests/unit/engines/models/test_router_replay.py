@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import Completion
 from asyncrl.engines.models.model_families import REPLAYED, RecordShape, family_problems
 from asyncrl.engines.models.router_replay import WEIGHTS, weights_of
 from asyncrl.engines.training.micro_batches import lay_out_rows
@@ -27,15 +27,12 @@ from asyncrl.engines.training.models_with_heads import (
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.train_rows import SampleRow, TrainRow, columns_of
 from asyncrl.engines.training.training_step import run_step
-from tests.unit.engines.experts.test_recorded_experts import engine_of
 from tests.unit.engines.generation.conftest import drain, requests
 from tests.unit.engines.generation.test_agreement_with_training import train_row
 from tests.unit.engines.generation.test_families import tiny_model
+from tests.unit.engines.generation.test_recorded_experts import engine_of
 
-Drain = Callable[..., dict[Any, Completion]]
-MakeRequests = Callable[..., list[SampleRequest]]
 CPU = torch.device("cpu")
-__all__ = ["drain", "requests"]
 
 
 def config_of(**training: Any) -> Config:
@@ -93,10 +90,9 @@ def _without_others(router: Any, masked: torch.Tensor) -> Callable[..., Any]:
     return forward
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", REPLAYED)
+@pytest.mark.parametrize(("family", "checkpointing"), list(zip(REPLAYED, [False, True] * 2, strict=True)))
 def test_a_step_with_the_experts_that_the_trainer_would_choose_is_the_step_without(
-    family: str, checkpointing: bool, tmp_path: Path, requests: MakeRequests, drain: Drain
+    family: str, checkpointing: bool, tmp_path: Path
 ) -> None:
     """In float32 the engine chooses as the trainer does; rows of several lengths and micro-batches, and two updates."""
     folder = tiny_model(family, tmp_path)
@@ -110,9 +106,7 @@ def test_a_step_with_the_experts_that_the_trainer_would_choose_is_the_step_witho
     assert set(found) == set(plain)
 
 
-def test_other_experts_change_the_log_probs_back_and_forth(
-    tmp_path: Path, requests: MakeRequests, drain: Drain
-) -> None:
+def test_other_experts_change_the_log_probs_back_and_forth(tmp_path: Path) -> None:
     """A router that was turned around chooses others; with the record the log-probs of the same experts come closer.
     Passes without record, as of the canary, have the router's own choice before and after."""
     folder = tiny_model("qwen3_moe", tmp_path)
@@ -229,10 +223,9 @@ def loud_experts(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_a_replay_lowers_the_mismatch_of_bfloat16(
-    family: str, tmp_path: Path, requests: MakeRequests, drain: Drain
-) -> None:
+def test_a_replay_lowers_the_mismatch_of_bfloat16(family: str, tmp_path: Path) -> None:
     folder = loud_experts(tiny_model(family, tmp_path, **MANY))
     sampled = [requests(32, seed=seed, max_new_tokens=24) for seed in (5, 6)]
     rows, trained = (rows_of(drain(engine_of(folder, dtype="bfloat16", slots=16), each)) for each in sampled)

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.schema import Config
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.generation.attention import PLAIN, AttentionRule
-from asyncrl.engines.generation.engine_interface import Completion, SampleRequest
+from asyncrl.engines.generation.engine_interface import SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.model_loading import load_pretrained
 from asyncrl.engines.training.critic_trainer import CriticTrainer
@@ -23,6 +22,7 @@ from asyncrl.engines.training.models_with_heads import frozen_logprobs, load_cau
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.train_rows import SampleRow
 from asyncrl.errors import ConfigError
+from tests.unit.engines.generation.conftest import drain
 
 
 def test_weights_lie_in_memory_of_their_own(model_folder: Callable[[str], Path]) -> None:
@@ -61,7 +61,6 @@ STATIC = {
 TRAINERS = (PolicyTrainer, CriticTrainer)
 DYNAMIC = {"max_position_embeddings": ORIGINAL, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **THETA}}
 MakeFolder = Callable[..., Path]
-Drain = Callable[..., dict[Any, Completion]]
 
 
 def config_of(longest: int = LONGEST) -> Config:
@@ -77,9 +76,7 @@ def asked(*lengths: int) -> list[SampleRequest]:
 
 
 @pytest.mark.parametrize("kind", STATIC)
-def test_static_scaling_is_that_of_the_trainer_whatever_lies_beside(
-    kind: str, changed_model: MakeFolder, drain: Drain
-) -> None:
+def test_static_scaling_is_that_of_the_trainer_whatever_lies_beside(kind: str, changed_model: MakeFolder) -> None:
     """Rows on both sides of the original length run side by side; the trainer computes each of them alone."""
     folder = changed_model("llama", max_position_embeddings=LONGEST, rope_parameters={**STATIC[kind], **THETA})
     engine = TorchEngine(folder, config_of(), 0)
@@ -107,7 +104,7 @@ def test_frequencies_that_follow_the_longest_row_are_refused_wherever_a_model_co
 
 
 def test_frequencies_that_follow_the_longest_row_are_served_within_the_original_length(
-    changed_model: MakeFolder, drain: Drain
+    changed_model: MakeFolder,
 ) -> None:
     folder = changed_model("llama", **DYNAMIC)
     done = drain(TorchEngine(folder, config_of(ORIGINAL), 0), asked(3, 8))
